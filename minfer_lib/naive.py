@@ -1,0 +1,147 @@
+"""The first engine: a loop around the model, one request after the other, nothing remembered between steps.
+
+`SerialEngine` is the loop, shared with the second engine; what a step computes is left to the subclass. `NaiveEngine` runs
+the model on the whole sequence for every new token: simple, right, and slower with every token it says.
+
+Invariant: requests are served in the order given, and one that has begun ends before the next begins, unless a caller
+interleaves streams himself; each run has its own state, so that this is right too.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from .errors import GenerationFailed, InvalidPrompt
+from .loading import LanguageModel
+from .params import SamplingParams
+from .request import Prompt, Request, RequestOutput, StreamPiece
+from .request import make_requests, prompt_list, request_ids, resolve_max_model_len
+from .sampling import Sampler
+
+
+class SerialEngine:
+    """`generate` and `stream` for engines that serve one request at a time.
+
+    max_model_len: tokens of prompt and answer together; None takes the model's limit, at most 2,048.
+    clock: seconds as a float; tests inject their own.
+    """
+
+    name = "serial"
+
+    def __init__(
+        self, lm: LanguageModel, *, max_model_len: int | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.lm = lm
+        self.max_model_len = resolve_max_model_len(lm, max_model_len)
+        self.clock = clock
+        self.sampler = Sampler(lm.eos_ids)
+        self._ids = request_ids()
+
+    # -- what a subclass says -------------------------------------------------------------------------------------
+
+    def _memory(self) -> AbstractContextManager[Any]:
+        """What one request keeps between its steps; given back when the request ends, however it ends."""
+        return nullcontext()
+
+    def _logits(self, request: Request, memory: Any) -> torch.Tensor:
+        """Logits [1, vocab] for the next token of a request."""
+        raise NotImplementedError
+
+    # -- the interface of every engine ----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers to one prompt or a list of prompts (strings or lists of token ids), in input order.
+
+        params: one `SamplingParams` for all, or one each. Everything is checked before the first token is computed:
+        `InvalidPrompt`, `PromptTooLong`, `InvalidParameter`. An interrupt from the keyboard ends the call early and
+        returns what there is, the rest with finish_reason "abort"; if the model itself fails, `GenerationFailed` carries it.
+        """
+        requests = self._requests(prompts, params)
+        try:
+            for request in tqdm(requests, desc=self.name, unit="request", disable=not progress):
+                for _ in self._run(request):
+                    pass
+        except KeyboardInterrupt:
+            self._abort(requests)
+            done = sum(r.finish_reason != "abort" for r in requests)
+            warnings.warn(f"Interrupted: {done} of {len(requests)} answers are complete, the rest is cut.", stacklevel=2)
+        except Exception as error:
+            self._abort(requests)
+            raise GenerationFailed(
+                f"{self.lm.name} failed in the middle of a request: {type(error).__name__}: {error}. "
+                "What was generated until then is in the `outputs` of this exception.",
+                [r.output() for r in requests],
+            ) from error
+        return [request.output() for request in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+        """The answer to one prompt, piece by piece as it is generated; the last piece carries the finish reason.
+
+        The prompt is checked here, at the call. With n > 1 the answers come one after the other, told apart by `index`.
+        """
+        if len(prompt_list(prompt)) > 1:
+            raise InvalidPrompt("stream() takes one prompt; several were given. Call it once for each, or use generate().")
+        return self._pieces(self._requests(prompt, params))
+
+    def _pieces(self, requests: list[Request]) -> Iterator[StreamPiece]:
+        try:
+            for request in requests:
+                for _ in self._run(request):
+                    yield request.take_piece()
+        finally:  # also when the reader of the stream goes away
+            self._abort(requests)
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def _run(self, request: Request) -> Iterator[None]:
+        """The steps of one request, from its prompt to its finish reason; yields after each."""
+        request.metrics.first_scheduled = self.clock()
+        with self._memory() as memory:
+            while not request.finished:
+                try:
+                    logits = self._logits(request, memory)
+                    samples = self.sampler(logits, [request])
+                except (torch.OutOfMemoryError, MemoryError) as error:
+                    samples = None
+                    request.finish("error", self.clock(), error=f"out of memory: {error}")
+                if samples and samples.errors:
+                    error = samples.errors[0]
+                    request.finish("error", self.clock(), error=f"{type(error).__name__}: {error}")
+                elif samples:
+                    request.append(samples.token_ids[0], samples.logprobs[0], self.clock())
+                yield
+
+    def _requests(self, prompts: Any, params: Any) -> list[Request]:
+        return make_requests(
+            self.lm, prompts, params, max_model_len=self.max_model_len, now=self.clock(), ids=self._ids
+        )
+
+    def _abort(self, requests: list[Request]) -> None:
+        for request in requests:
+            request.finish("abort", self.clock())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.lm!r}, max_model_len={self.max_model_len})"
+
+
+class NaiveEngine(SerialEngine):
+    """Runs the model on everything so far, for every token: step t costs a forward pass over prompt + t tokens."""
+
+    name = "naive"
+
+    def _logits(self, request: Request, memory: None) -> torch.Tensor:
+        ids = torch.tensor([request.prompt_token_ids + request.token_ids], device=self.lm.device)  # [1, tokens so far]
+        return self.lm.next_token_logits(ids, use_cache=False)
