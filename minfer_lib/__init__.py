@@ -3,18 +3,35 @@
 Reading order of the modules is that of the chapters: errors, environment, loading (with packaged and shapes),
 tokenizer, memory; params, sampling, stopping, request, naive; kv_cache, cached. Beside the engine stand `bench`, which
 measures it, and `learn`, which the notebooks draw and explain with; the engine imports neither.
+
+Names are imported when they are first used: torch takes seconds to load, which `python -m minfer_lib --help` need not
+wait for, and what is installed is checked before it is loaded.
 """
 
-from .environment import check_versions
+from __future__ import annotations
 
-check_versions()  # before anything that imports torch or transformers
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from .cached import CachedEngine  # noqa: E402
-from .errors import MinferError  # noqa: E402
-from .loading import LanguageModel, load_model  # noqa: E402
-from .naive import NaiveEngine  # noqa: E402
-from .params import SamplingParams  # noqa: E402
-from .request import RequestMetrics, RequestOutput, StreamPiece  # noqa: E402
+if TYPE_CHECKING:
+    from .cached import CachedEngine
+    from .errors import MinferError
+    from .loading import LanguageModel, load_model
+    from .naive import NaiveEngine
+    from .params import SamplingParams
+    from .request import RequestMetrics, RequestOutput, StreamPiece
+
+_HOME = {
+    "CachedEngine": "cached",
+    "LanguageModel": "loading",
+    "MinferError": "errors",
+    "NaiveEngine": "naive",
+    "RequestMetrics": "request",
+    "RequestOutput": "request",
+    "SamplingParams": "params",
+    "StreamPiece": "request",
+    "load_model": "loading",
+}
 
 __all__ = [
     "CachedEngine",
@@ -27,3 +44,18 @@ __all__ = [
     "StreamPiece",
     "load_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
+    from .environment import check_versions
+
+    check_versions()  # before anything imports torch or transformers
+    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -45,8 +45,10 @@ class CachedEngine(SerialEngine):
             raise InvalidParameter(f"cache={cache!r} is not possible: it must be {one_of(CACHES)}.")
         check_cacheable(lm.model, lm.name)
         self.cache = cache
+        self.name = "cached" if cache == "own" else "cached (HF cache)"
         self._argument = cache_argument(lm.model)
-        self._free: list[KVCache] = []  # buffers of finished requests, for the next ones
+        self._caches: list[KVCache] = []  # all that were ever made: as many as requests ran at once
+        self._free: list[KVCache] = []  # those whose request has ended, for the next ones
 
     @contextmanager
     def _memory(self) -> Iterator[Cache]:
@@ -54,7 +56,10 @@ class CachedEngine(SerialEngine):
             yield DynamicCache(config=self.lm.model.config)
             return
         layers = self.lm.model.config.get_text_config().num_hidden_layers
-        cache = self._free.pop() if self._free else KVCache(layers, self.max_model_len)
+        if not self._free:
+            self._caches.append(KVCache(layers, self.max_model_len))
+            self._free.append(self._caches[-1])
+        cache = self._free.pop()
         try:
             yield cache
         finally:
@@ -72,4 +77,4 @@ class CachedEngine(SerialEngine):
 
     def kv_bytes(self) -> int:
         """Bytes of KV buffers that this engine holds now, in use or waiting for the next request."""
-        return sum(cache.nbytes_reserved for cache in self._free)
+        return sum(cache.nbytes_reserved for cache in self._caches)

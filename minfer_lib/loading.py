@@ -17,7 +17,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import cached_file
 
 from . import packaged, shapes, tokenizer
-from .errors import DeviceNotAvailable, InvalidParameter, InvalidPrompt, ModelNotFound, UnsupportedModel, one_of
+from .errors import (
+    BadEnvironment,
+    DeviceNotAvailable,
+    InvalidParameter,
+    InvalidPrompt,
+    ModelNotFound,
+    UnsupportedModel,
+    one_of,
+)
 
 TINY = "tiny-random"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -147,14 +155,38 @@ def _load(source: str, name: str, device: torch.device, dtype: torch.dtype | Non
         )
         has_files = any(_has_file(source, file) for file in TOKENIZER_FILES)
         text = AutoTokenizer.from_pretrained(source) if has_files else None
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # safetensors, tokenizers and the validators of configs raise kinds of their own
         raise _explained(error, source, name) from error
     if missing := sorted(report["missing_keys"]):
         raise ModelNotFound(
             f"The weights of {name} are incomplete: {len(missing)} of its tensors are not in the files, the first is "
             f"`{missing[0]}`. transformers would fill them with random numbers. Fetch the model again."
         )
+    check_causal(model, name)
     return LanguageModel.of(model, text, name)
+
+
+def check_causal(model: PreTrainedModel, name: str) -> None:
+    """Raises `UnsupportedModel` if an earlier position sees a later one, as in BERT: it would answer, and be wrong.
+
+    transformers loads such models as causal ones too; only two sequences with another second token tell.
+    """
+    ids = torch.tensor([[0, 1], [0, 2]], device=model.get_input_embeddings().weight.device)
+    try:
+        with torch.no_grad():
+            first = model(input_ids=ids, use_cache=False).logits[:, 0].float()  # [2, vocab]
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # whatever the code of a model says when a kind of input is missing
+        raise UnsupportedModel(f"{name} cannot be run on token ids alone: {type(error).__name__}: {error}.") from error
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.05  # of rounding; some kernels add in any order
+    if (first[0] - first[1]).abs().max() > tolerance * first.abs().max():
+        raise UnsupportedModel(
+            f"{name} ({model.config.model_type}) is not a causal language model: what it says of a token depends on the "
+            "tokens after it. Choose a decoder, such as `Qwen/Qwen2.5-0.5B-Instruct`."
+        )
 
 
 def _has_file(source: str, file: str) -> bool:
@@ -168,10 +200,15 @@ def _has_file(source: str, file: str) -> bool:
 
 def _explained(error: Exception, source: str, name: str) -> Exception:
     """What an error of from_pretrained means for somebody who asked for a model by name."""
-    reason = str(error).strip().split("\n")[0]
+    first, *rest = str(error).strip().split("\n")
+    reason = (f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first).rstrip(".!") + "."
     unsupported = ("Unrecognized configuration class", "does not recognize this architecture", "Unrecognized model",
                    "trust_remote_code", "contains custom code")  # fmt: skip
-    if any(text in str(error) for text in unsupported):
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        reason = "it holds no config.json."
+    elif isinstance(error, ImportError):
+        return BadEnvironment(f"Loading {name} needs a package that is not installed: {reason}")
+    elif any(text in str(error) for text in unsupported):
         return UnsupportedModel(
             f"{name} is not a decoder-only language model that this version of transformers can load by itself: {reason} "
             "Choose a causal language model whose code is part of transformers."

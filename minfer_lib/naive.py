@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from .errors import GenerationFailed, InvalidPrompt
+from .errors import GenerationFailed, InvalidPrompt, MinferError
 from .loading import LanguageModel
 from .params import SamplingParams
 from .request import Prompt, Request, RequestOutput, StreamPiece
@@ -78,13 +78,11 @@ class SerialEngine:
             self._abort(requests)
             done = sum(r.finish_reason != "abort" for r in requests)
             warnings.warn(f"Interrupted: {done} of {len(requests)} answers are complete, the rest is cut.", stacklevel=2)
-        except Exception as error:
+        except MinferError:  # a model that the engine could not refuse before it saw a step of it
             self._abort(requests)
-            raise GenerationFailed(
-                f"{self.lm.name} failed in the middle of a request: {type(error).__name__}: {error}. "
-                "What was generated until then is in the `outputs` of this exception.",
-                [r.output() for r in requests],
-            ) from error
+            raise
+        except Exception as error:
+            raise self._failed(error, requests) from error
         return [request.output() for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
@@ -92,15 +90,22 @@ class SerialEngine:
 
         The prompt is checked here, at the call. With n > 1 the answers come one after the other, told apart by `index`.
         """
-        if len(prompt_list(prompt)) > 1:
-            raise InvalidPrompt("stream() takes one prompt; several were given. Call it once for each, or use generate().")
-        return self._pieces(self._requests(prompt, params))
+        prompts = prompt_list(prompt)
+        if len(prompts) != 1:
+            raise InvalidPrompt(
+                f"stream() takes one prompt; {len(prompts)} were given. Call it once for each, or use generate()."
+            )
+        return self._pieces(self._requests(prompts, params))
 
     def _pieces(self, requests: list[Request]) -> Iterator[StreamPiece]:
         try:
             for request in requests:
                 for _ in self._run(request):
                     yield request.take_piece()
+        except MinferError:
+            raise
+        except Exception as error:
+            raise self._failed(error, requests) from error
         finally:  # also when the reader of the stream goes away
             self._abort(requests)
 
@@ -132,6 +137,14 @@ class SerialEngine:
     def _abort(self, requests: list[Request]) -> None:
         for request in requests:
             request.finish("abort", self.clock())
+
+    def _failed(self, error: Exception, requests: list[Request]) -> GenerationFailed:
+        self._abort(requests)
+        return GenerationFailed(
+            f"{self.lm.name} failed in the middle of a request: {type(error).__name__}: {error}. "
+            "What was generated until then is in the `outputs` of this exception.",
+            [request.output() for request in requests],
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.lm!r}, max_model_len={self.max_model_len})"

@@ -140,14 +140,14 @@ class SamplingParams:
 
     def _ids(self) -> tuple[int, ...]:
         try:
-            return tuple(_token_id(t) for t in self.stop_token_ids or ())
+            return tuple(_token_id(t) for t in (() if self.stop_token_ids is None else self.stop_token_ids))
         except TypeError:
             self._refuse("stop_token_ids", "a list of token ids (integers of 0 or more)")
 
     def _bias(self) -> dict[int, float]:
         try:
             bias = {_token_id(t): float(b) for t, b in dict(self.logit_bias or {}).items()}
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             bias = {0: math.nan}
         if any(math.isnan(b) or b == math.inf for b in bias.values()):
             self._refuse("logit_bias", "a dict from token ids to numbers; -inf bans a token, +inf and NaN are refused")

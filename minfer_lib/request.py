@@ -153,7 +153,7 @@ class Request:
         armed = len(self.token_ids) > self.params.min_tokens
         self.text += self._stops.feed(self.decoder.flush(), armed) + self._stops.flush()
         if self._stops.hit is not None:  # perhaps only just now, in what the decoder still held
-            reason, stop_reason = "stop", self._stops.hit
+            reason, stop_reason, error = "stop", self._stops.hit, None
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
         self.metrics.finished = now
 
@@ -212,7 +212,7 @@ def make_requests(
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt (a string, or token ids) or several -> a list of prompts."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | bytes):  # bytes are refused where each prompt is checked
         return [prompts]
     if hasattr(prompts, "tolist"):  # numpy arrays and tensors
         prompts = prompts.tolist()
@@ -240,7 +240,7 @@ def prompt_token_ids(lm: LanguageModel, prompt: Any, max_model_len: int) -> list
         token_ids = lm.encode(prompt)
     else:
         values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        values = list(values) if isinstance(values, Iterable) else [None]
+        values = list(values) if isinstance(values, Iterable) and not isinstance(values, bytes) else [None]
         if not all(_is_int(v) for v in values):
             raise InvalidPrompt(f"A prompt is a string or a list of token ids; {prompt!r} is neither.")
         token_ids = [operator.index(v) for v in values]
@@ -291,4 +291,5 @@ def request_ids() -> Iterator[str]:
 
 
 def _is_int(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    # arrays and tensors have an __index__ too, and a list of them is a list of prompts
+    return hasattr(value, "__index__") and not isinstance(value, bool) and getattr(value, "ndim", 0) == 0

@@ -20,6 +20,7 @@ import torch
 from .params import LogitsProcessor, SamplingParams
 
 MIN_TEMPERATURE = 1e-6  # below it float32 cannot tell a row from a greedy one
+MAX_TEMPERATURE = 1e30  # above it lies float32's infinity, which would make a banned token's -inf a NaN
 TOP_P_SLACK = 1e-6  # float32 probabilities are right to about this; keeps .5 + .3 from missing a top_p of .8
 SORT_FIRST = 1024  # candidates that are sorted before the whole vocabulary is
 
@@ -150,7 +151,7 @@ def scaled_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tens
     Subtracting the maximum first changes no probability and keeps a tiny temperature from overflowing.
     """
     shifted = logits - logits.amax(-1, keepdim=True)
-    return shifted / temperature.clamp_min(MIN_TEMPERATURE)[:, None]
+    return shifted / temperature.clamp(MIN_TEMPERATURE, MAX_TEMPERATURE)[:, None]
 
 
 def keep_largest(logits: torch.Tensor, count: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,11 @@ CONTEXT_TOKENS = 8  # tokens of the prompt that the first piece is decoded toget
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a raw string, with the special tokens the tokenizer adds by itself (for many models a BOS)."""
-    return list(tokenizer(text, verbose=False)["input_ids"])  # verbose: no warning about lengths; engines check those
+    try:
+        # verbose=False: no warning about lengths; engines check those
+        return list(tokenizer(text, verbose=False)["input_ids"])
+    except (TypeError, UnicodeEncodeError) as error:  # halves of surrogate pairs, which UTF-8 cannot write
+        raise InvalidPrompt(f"The text {text!r} cannot be encoded: it is not valid Unicode.") from error
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -68,6 +72,9 @@ class StreamDecoder:
     in front of a token that stands first. While the text ends in U+FFFD, a character may still be incomplete and
     nothing is returned. The method is that of Hugging Face's text-generation-inference and of vLLM.
 
+    A prompt may end inside a character. Tokens that complete it return the whole character; where none does, the U+FFFD
+    that stands for its bytes is the prompt's and is left out.
+
     With `tokenizer=None` (a model served by ids alone) every piece is empty.
     """
 
@@ -81,6 +88,9 @@ class StreamDecoder:
         self._skip = skip_special_tokens
         self._ids = list(prompt_ids[-CONTEXT_TOKENS:])  # context, then tokens that are not settled
         self._settled = len(self._ids)  # how many of them are context
+        self._lost = 0  # U+FFFD of a character that the prompt left incomplete
+        if tokenizer is not None:
+            self._begin_between_characters(list(prompt_ids))
 
     def step(self, token_id: int) -> str:
         """Text that this token completes: often one word, empty while a character is incomplete."""
@@ -91,11 +101,11 @@ class StreamDecoder:
         if piece.endswith(REPLACEMENT):
             return ""
         # The new tokens become the context of the next ones; the old context is no longer needed. A token without
-        # text of its own (a special one, or bytes of a prompt's character) must not be the only context.
+        # text of its own (a special one) must not be the only context.
         if piece:
             self._ids = self._ids[self._settled :]
         self._settled = len(self._ids)
-        return piece
+        return self._without_lost(piece)
 
     def flush(self) -> str:
         """What is still held back at the end, without the bytes of a character that never got complete."""
@@ -103,9 +113,31 @@ class StreamDecoder:
             return ""
         piece = self._unsettled_text().rstrip(REPLACEMENT)
         self._settled = len(self._ids)
-        return piece
+        return self._without_lost(piece)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return decode(self._tokenizer, ids, self._skip)
 
     def _unsettled_text(self) -> str:
-        # A prompt may end inside a character: then its U+FFFD is not part of what stands before the new text.
-        context = decode(self._tokenizer, self._ids[: self._settled], self._skip).rstrip(REPLACEMENT)
-        return decode(self._tokenizer, self._ids, self._skip)[len(context) :]
+        return self._text(self._ids)[len(self._text(self._ids[: self._settled])) :]
+
+    def _without_lost(self, piece: str) -> str:
+        if piece:
+            lost, self._lost = self._lost, 0
+            while lost and piece.startswith(REPLACEMENT):
+                piece, lost = piece[1:], lost - 1
+        return piece
+
+    def _begin_between_characters(self, prompt_ids: list[int]) -> None:
+        """Makes the context begin and end between two characters, of which none has more than four tokens.
+
+        Decoders with byte tokens (SentencePiece) give a whole run of bytes up if it begins or ends inside a character.
+        """
+        for cut in range(min(4, len(prompt_ids) + 1)):
+            for more in range(4):
+                ids = prompt_ids[-CONTEXT_TOKENS - more :]
+                context = self._text(ids[: len(ids) - cut])
+                if not context.startswith(REPLACEMENT) and not context.endswith(REPLACEMENT):
+                    self._ids, self._settled = ids, len(ids) - cut
+                    self._lost = len(self._text(ids)) - len(context) if cut else 0
+                    return

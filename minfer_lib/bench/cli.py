@@ -1,0 +1,114 @@
+"""The commands `info` and `bench` of `python -m minfer_lib`.
+
+Invariant: `add_commands` needs neither torch nor transformers, so that --help is quick; what runs imports them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from collections.abc import Callable
+
+from .rungs import names, newest
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """--model, --device and --dtype, the arguments of `load_model`."""
+    parser.add_argument(
+        "--model", metavar="NAME", help="hub id, folder, shape:NAME or tiny-random (default: MINFER_MODEL or SmolLM2)"
+    )
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU)")
+
+
+def add_commands(
+    command: Callable[..., argparse.ArgumentParser], group: Callable[..., Callable[..., argparse.ArgumentParser]]
+) -> None:
+    """Adds `info`, `bench ladder` and `bench show`: `command(name, run, text)` makes one, `group(name, text)` many."""
+    command("info", info, "what is installed, and what this machine can do")
+    bench = group("bench", "measure the engines")
+    steps = bench("ladder", run_ladder, "all engines so far on one workload")
+    add_model_options(steps)
+    steps.add_argument("--engines", metavar="A,B", help=f"some of {', '.join(names())}; the first is the baseline")
+    steps.add_argument("--batch", type=int, default=4, help="number of requests (default: %(default)s)")
+    steps.add_argument("--prompt-len", type=int, default=64, help="tokens of each prompt (default: %(default)s)")
+    steps.add_argument("--output-len", type=int, default=64, help="tokens of each answer (default: %(default)s)")
+    steps.add_argument("--repeats", type=int, default=3, help="timed runs of each engine (default: %(default)s)")
+    steps.add_argument("--memory", action="store_true", help="on a CPU: peak memory too, in a fresh process for each")
+    steps.add_argument("--json", metavar="FILE", help="keep the results, with where they come from")
+    shown = bench("show", show_results, "a table from kept results")
+    shown.add_argument("file", help="as --json wrote it")
+    for each in (steps, shown):
+        each.add_argument("--svg", metavar="FILE", help="draw the bars to a file")
+
+
+def info(args: argparse.Namespace) -> int:
+    """Versions, device, model, and the read bandwidth that rooflines stand on."""
+    import torch
+
+    from .. import packaged
+    from . import machine
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    facts = machine.provenance(device)
+    if packaged.is_intact(packaged.cache_root() / packaged.MODEL_NAME.lower()):
+        state = "converted, ready to load"
+    elif importlib.util.find_spec(packaged.PACKAGE.replace("-", "_")):
+        state = "installed; it is converted when first loaded"
+    else:
+        state = "not installed; run `make model`"
+    lines = {
+        "minfer": facts["minfer"] or "a copy, not installed",
+        "commit": facts["commit"] or "none: not part of a git repository",
+        "python": facts["python"],
+        "torch": facts["torch"],
+        "transformers": facts["transformers"],
+        "gpu": facts["gpu"] or "none that this torch can use",
+        "cpu": f"{facts['cpu']}; {facts['cores']} cores, torch uses {facts['threads']} threads",
+        "read bandwidth": f"{machine.read_bandwidth(device) / 1e9:.1f} GB/s, measured just now",
+        "default model": f"{packaged.MODEL_NAME}: {state}",
+        "MINFER_MODEL": os.environ.get("MINFER_MODEL") or "not set",
+        "cache": home_as_tilde(str(packaged.cache_root())),
+        "engines": f"{', '.join(names())} (the newest: {newest()})",
+    }
+    for name, value in lines.items():
+        print(f"{name:<{max(map(len, lines))}}  {value}")
+    return 0
+
+
+def home_as_tilde(path: str) -> str:
+    """A path that can be shown to others: ~ for the home folder."""
+    home = os.path.expanduser("~").rstrip(os.sep)
+    return "~" + path[len(home) :] if home and (path + os.sep).startswith(home + os.sep) else path
+
+
+def run_ladder(args: argparse.Namespace) -> int:
+    """Measures the ladder and prints it; keeps and draws it if asked."""
+    from ..loading import load_model
+    from .rungs import find, ladder
+    from .workloads import fixed_lengths
+
+    wanted = [name.strip() for name in args.engines.split(",") if name.strip()] if args.engines else None
+    for name in wanted or ():
+        find(name)  # before the model is loaded
+    lm = load_model(args.model, device=args.device, dtype=args.dtype)
+    workload = fixed_lengths(lm, args.batch, args.prompt_len, args.output_len)
+    found = ladder(lm, wanted, workload, repeats=args.repeats, memory=args.memory, show=False)
+    print(found)
+    if args.json:
+        found.save(args.json)
+    if args.svg:
+        found.plot(save=args.svg)
+    return 0
+
+
+def show_results(args: argparse.Namespace) -> int:
+    """Prints the table of a results file, and draws it if asked."""
+    from .results import load
+
+    found = load(args.file)
+    print(found)
+    if args.svg:
+        found.plot(save=args.svg)
+    return 0

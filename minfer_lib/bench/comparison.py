@@ -1,0 +1,234 @@
+"""Several engines on one workload in one run: the measurement behind every table of the ladder.
+
+Invariant: all rows of a comparison come from the same workload in the same process, run in turns, so that their ratios
+mean something even on a machine whose speed drifts. Nothing is compared silently that is not equal: lengths and tokens
+are checked, and what does not agree is said in the row.
+
+How a row is measured: one run to warm up at the same shapes, then `repeats` runs, in each of which every engine has its
+turn, the order moving on by one; the device is synchronised before and after; the row is the field-by-field median.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ..errors import InvalidParameter, MinferError
+from ..loading import LanguageModel
+from ..params import SamplingParams
+from ..request import RequestOutput
+from .machine import provenance, read_bandwidth, synchronize
+from .metrics import RunMetrics, measure, median
+from .results import Comparison, Row
+from .roofline import floor_ms, kv_token_bytes
+from .settings import FAST_LABEL, fast_mode
+from .verify import SAME, judge_lengths, judge_tokens
+from .workloads import Workload, fixed_lengths
+
+
+class Engine(Protocol):
+    """What can be compared: our engines and the baselines. `kv_bytes()` is optional: reserved, or (reserved, used)."""
+
+    lm: LanguageModel
+    name: str
+
+    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]: ...
+
+
+@dataclasses.dataclass
+class Measured:
+    """An engine under measurement, with all that its runs gave."""
+
+    name: str
+    engine: Engine
+    runs: list[RunMetrics] = dataclasses.field(default_factory=list)
+    tokens: list[list[list[int]]] = dataclasses.field(default_factory=list)  # [run][request] -> token ids
+    cuda_peak: int = 0
+    warnings: list[str] = dataclasses.field(default_factory=list)
+
+
+def compare(
+    *engines: Engine | tuple[str, Engine],
+    workload: Workload | None = None,
+    repeats: int = 3,
+    memory: bool = False,
+    reported: Sequence[Row] = (),
+    notes: Sequence[str] = (),
+    show: bool = True,
+) -> Comparison:
+    """Measure engines and baselines against each other, draw the table and the bars, and return them as data.
+
+    engines: objects with `lm`, `name` and `generate`; a pair (label, engine) gives a row another name. The first is the
+      one that ratios refer to.
+    workload: None is 4 prompts of 64 tokens with 64 new tokens each.
+    repeats: timed runs of each (fast mode makes one). Odd numbers have a median that is one of the runs.
+    memory: also measure peak resident memory on a CPU, which starts a fresh process for each engine. On CUDA the
+      peak is always there: torch's counter over the run, less the caches of the other engines in this comparison.
+    reported: rows of somebody else's figures (see `articles.py`), set apart in the table.
+    notes: lines to stand below the table.
+    show: draw; in a notebook as HTML and a figure, elsewhere as text.
+
+    Raises `InvalidParameter` for no engine, two of one name, or repeats under 1; what an engine raises passes through.
+    """
+    measured = _named(engines)
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise InvalidParameter(f"repeats={repeats!r} is not possible: it must be an integer of 1 or more, better 3.")
+    if fast_mode():
+        repeats = 1
+    lm = measured[0].engine.lm
+    workload = workload or fixed_lengths(lm)
+
+    for each in measured:
+        _generate(each.engine, workload.warm_up() if fast_mode() else workload)
+    for turn in range(repeats):
+        for each in measured[turn % len(measured) :] + measured[: turn % len(measured)]:
+            _timed_run(each, workload)
+    rows = [_row(each, measured, workload) for each in measured]
+    if memory and lm.device.type == "cpu":
+        rows = [_with_memory(row, each.engine, workload) for row, each in zip(rows, measured, strict=True)]
+    base = rows[0].tokens_per_s
+    rows = [dataclasses.replace(row, ratio=row.tokens_per_s / base if base else None) for row in rows]
+    found = Comparison(
+        rows=[*rows, *reported],
+        workload={
+            "name": workload.name,
+            "description": workload.description,
+            "prompt_lens": workload.prompt_lens,
+            "output_lens": [params.max_tokens for params in workload.params],
+            "fast": workload.fast or fast_mode(),
+        },
+        provenance={
+            **provenance(lm.device, lm.dtype),
+            "model": lm.name,
+            "repeats": repeats,
+            "bandwidth_gb_per_s": round(read_bandwidth(lm.device) / 1e9, 2),
+        },
+        notes=(*_notes(measured, repeats), *notes),
+    )
+    if show:
+        from .draw import show as draw
+
+        draw(found)
+    return found
+
+
+def _named(engines: Sequence[Engine | tuple[str, Engine]]) -> list[Measured]:
+    if not engines:
+        raise InvalidParameter("A comparison of nothing was asked for; give it at least one engine or baseline.")
+    pairs = [each if isinstance(each, tuple) else (each.name, each) for each in engines]
+    labels = [label for label, _ in pairs]
+    if twice := {label for label in labels if labels.count(label) > 1}:
+        raise InvalidParameter(
+            f"Two engines of the name {sorted(twice)[0]!r} were to be compared. "
+            "Give one of them another: compare(first, ('its name', second))."
+        )
+    return [Measured(label, engine) for label, engine in pairs]
+
+
+def _generate(engine: Engine, workload: Workload) -> list[RequestOutput]:
+    """One run. An engine answers an interrupt by returning early; here it must end the comparison, not spoil a row."""
+    outputs = engine.generate(workload.prompts, workload.params)
+    if any(out.finish_reason == "abort" for out in outputs):
+        raise KeyboardInterrupt
+    return outputs
+
+
+def _timed_run(each: Measured, workload: Workload) -> None:
+    device = each.engine.lm.device
+    gc.collect()  # now rather than in the middle of the run
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    synchronize(device)
+    began = time.perf_counter()
+    outputs = _generate(each.engine, workload)
+    synchronize(device)
+    each.runs.append(measure(outputs, time.perf_counter() - began))
+    each.tokens.append([out.token_ids for out in outputs])
+    if device.type == "cuda":
+        each.cuda_peak = max(each.cuda_peak, torch.cuda.max_memory_allocated(device))
+    if broken := [out for out in outputs if out.error]:
+        each.warnings.append(f"{len(broken)} of {len(outputs)} requests failed: {broken[0].error}")
+
+
+def _row(each: Measured, all_measured: Sequence[Measured], workload: Workload) -> Row:
+    """The row of one engine: medians, what they are measured against, and what is doubtful about them."""
+    engine, lm = each.engine, each.engine.lm
+    metrics = median(each.runs)
+    floor = floor_ms(lm, metrics.concurrency, metrics.kv_tokens) if metrics.tpot_ms else None
+    reserved, used = kv_memory(engine, metrics)
+    others = sum(held_between_runs(other.engine) for other in all_measured if other is not each)
+    first = all_measured[0]
+    same_weights = lm is first.engine.lm
+    exact = same_weights and lm.dtype == torch.float32 and all(p.temperature == 0 for p in workload.params)
+    verdict, doubts = judge_tokens(each.tokens, first.tokens[0], exact=exact)
+    doubts += judge_lengths(each.tokens, workload.output_lens)
+    return Row(
+        engine=each.name,
+        ttft_ms=metrics.ttft_ms,
+        tpot_ms=metrics.tpot_ms,
+        tokens_per_s=metrics.tokens_per_s,
+        tokens_per_s_range=(min(r.tokens_per_s for r in each.runs), max(r.tokens_per_s for r in each.runs)),
+        floor_ms=floor,
+        share=floor / metrics.tpot_ms if floor and metrics.tpot_ms else None,
+        kv_reserved=reserved,
+        kv_used=used,
+        peak_bytes=max(0, each.cuda_peak - others) or None,
+        tokens="" if verdict == SAME and each is first else verdict,
+        warnings=tuple(dict.fromkeys(each.warnings + doubts)),
+        metrics=metrics,
+    )
+
+
+def kv_memory(engine: Engine, metrics: RunMetrics) -> tuple[int | None, int | None]:
+    """Bytes of KV cache (reserved, used at the fullest moment); (None, None) for an engine that does not tell.
+
+    An engine that tells only what it holds is taken to have used what its requests needed; if that is more, it has
+    given its caches back already, and had reserved as much.
+    """
+    tell = getattr(engine, "kv_bytes", None)
+    if tell is None:
+        return None, None
+    told = tell()
+    if not isinstance(told, int):
+        reserved, used = told
+        return reserved, used
+    used = metrics.kv_peak_tokens * kv_token_bytes(engine.lm)
+    return max(told, used), used
+
+
+def held_between_runs(engine: Engine) -> int:
+    """Bytes of KV cache that an engine keeps while others run; the baselines give theirs back after each batch."""
+    tell = getattr(engine, "kv_bytes", None)
+    if tell is None or not getattr(engine, "keeps_cache", True):
+        return 0
+    told = tell()
+    return told if isinstance(told, int) else told[0]
+
+
+def _with_memory(row: Row, engine: Engine, workload: Workload) -> Row:
+    """Adds the peak of a fresh process; where that cannot be, a warning says why."""
+    from .probe_memory import peak_memory
+
+    try:
+        peak = peak_memory(engine, workload)
+    except MinferError as error:
+        return dataclasses.replace(row, warnings=(*row.warnings, f"peak memory was not measured: {error}"))
+    return dataclasses.replace(row, peak_bytes=peak.peak, base_bytes=peak.base)
+
+
+def _notes(measured: Sequence[Measured], repeats: int) -> list[str]:
+    first = measured[0]
+    notes = [f"ratio: tokens/s over {first.name}; median of {repeats} run{'s' * (repeats > 1)}"]
+    if fast_mode():
+        notes.append(FAST_LABEL)
+    notes += [
+        f"{each.name} runs {each.engine.lm!r}: other weights than {first.name}"
+        for each in measured
+        if each.engine.lm is not first.engine.lm
+    ]
+    return notes

@@ -1,0 +1,167 @@
+"""What a figure was measured on: names and versions, and what the memory and the arithmetic units really give.
+
+Invariant: nothing here identifies a person or a computer (no host name, user or path), and nothing is looked up in a
+data sheet: bandwidth and arithmetic are measured on the spot, since a roofline made of advertised numbers flatters
+nobody who has to live under it. Measurements are made once a process and kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from .settings import fast_mode
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def provenance(device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> dict[str, object]:
+    """Where and with what something was measured, ready for JSON.
+
+    Keys: device, cpu, gpu (None without), cores, threads, os, python, torch, transformers, minfer, commit (of the
+    repository this package is part of, with "-dirty" if it has changes; None outside of one), date (UTC), dtype.
+    """
+    device = torch.device(device)
+    return {
+        "device": device.type,
+        "cpu": cpu_name(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "os": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "minfer": _version("minfer"),
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "dtype": None if dtype is None else dtype_name(dtype),
+    }
+
+
+def machine_name(facts: dict[str, object]) -> str:
+    """One line out of a provenance: the GPU, or the CPU with the threads in use."""
+    return str(facts["gpu"] or f"{facts['cpu']}, {facts['threads']} threads")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` rather than `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def cpu_name() -> str:
+    """The CPU's model name as the operating system knows it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.lower().startswith("model name"):
+                return line.partition(":")[2].strip()
+    if platform.system() == "Darwin":
+        name = _output_of(["sysctl", "-n", "machdep.cpu.brand_string"])
+        if name:
+            return name
+    return platform.processor() or platform.machine() or "unknown CPU"
+
+
+def commit() -> str | None:
+    """Short hash of the commit that this package was run from; None when it is no part of a git repository."""
+    git = ["git", "-C", str(PACKAGE)]
+    # A copy installed inside somebody else's checkout is not theirs: only a tracked package has a commit.
+    if _output_of([*git, "ls-files", "--error-unmatch", "__init__.py"]) is None:
+        return None
+    return _output_of([*git, "describe", "--always", "--dirty", "--exclude", "*"])
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait until the device has done all it was given; without it a GPU's time is not yet spent when we look."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def read_bandwidth(device: torch.device | str = "cpu") -> float:
+    """Bytes a second that this device reads from its memory: the best of several passes, kept for the process.
+
+    Two ways of reading a buffer much larger than any cache, the faster one counts: a plain sum, and a matrix times a
+    vector, which is what a decode step does with its weights. On CUDA in bfloat16, timed by the GPU's own events.
+    """
+    return _read_bandwidth(str(device), torch.get_num_threads(), fast_mode())
+
+
+def peak_flops(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> float:
+    """Floating-point operations a second (a multiply-add is two) of a large matrix product in `dtype`, measured."""
+    return _peak_flops(str(device), dtype, torch.get_num_threads(), fast_mode())
+
+
+@functools.cache
+def _read_bandwidth(device: str, threads: int, fast: bool) -> float:
+    on_gpu = torch.device(device).type == "cuda"
+    total = (128 << 20) if fast else (512 << 20)  # bytes, beyond any cache
+    if on_gpu:  # larger, but what a model has left of the memory must do
+        total = max(total, min(2 << 30, torch.cuda.mem_get_info(torch.device(device))[0] // 2))
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    columns = 8192
+    matrix = torch.ones(total // dtype.itemsize // columns, columns, device=device, dtype=dtype)  # [rows, columns]
+    vector = torch.ones(columns, device=device, dtype=dtype)
+    repeats = 3 if fast else 8
+    ways = (lambda: matrix.sum(), lambda: torch.mv(matrix, vector))
+    seconds = min(_best_seconds(run, device, repeats) for run in ways)
+    return matrix.numel() * dtype.itemsize / seconds
+
+
+@functools.cache
+def _peak_flops(device: str, dtype: torch.dtype, threads: int, fast: bool) -> float:
+    largest = 8192 if torch.device(device).type == "cuda" else 512 if fast else 1024
+    best, size = 0.0, 256
+    while True:  # from small to large: a type that the CPU only emulates takes seconds at full size
+        a = torch.randn(size, size, device=device).to(dtype)
+        b = torch.randn(size, size, device=device).to(dtype)
+        seconds = _best_seconds(lambda a=a, b=b: a @ b, device, 3 if fast else 8)
+        best = max(best, 2 * size**3 / seconds)
+        size *= 2
+        if size > largest or seconds > 0.02:
+            return best
+
+
+def _best_seconds(run: Callable[[], object], device: str, repeats: int) -> float:
+    """The shortest of several runs, after one to warm up: what disturbs a run only ever makes it longer."""
+    run()
+    best = float("inf")
+    for _ in range(repeats):
+        if torch.device(device).type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            seconds = start.elapsed_time(end) / 1e3
+        else:
+            began = time.perf_counter()
+            run()
+            seconds = time.perf_counter() - began
+        best = min(best, seconds)
+    return max(best, 1e-9)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # copied rather than installed
+        return None
+
+
+def _output_of(command: list[str]) -> str | None:
+    """What a command prints, stripped; None if it fails or does not exist."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,204 @@
+"""What a comparison found, as data: rows with provenance, to JSON and back.
+
+Invariant: a figure never travels without where it comes from. A file holds the rows, the workload, the machine and the
+versions, a schema version and a hash of all that, so that a figure edited by hand is noticed when it is read. Tables
+and plots are drawn from these objects and from nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidParameter, one_of
+from .machine import PACKAGE, machine_name
+from .metrics import RunMetrics
+
+SCHEMA = 1
+KIND = "minfer benchmark"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine's line in the ladder. Times in milliseconds, memory in bytes; None is "not known", never zero."""
+
+    engine: str
+    kind: str = "measured"  # or "reported": somebody else's figure, from their machine
+    source: str = ""  # of a reported row: who says so, on which hardware and model
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    tokens_per_s: float | None = None
+    tokens_per_s_range: tuple[float, float] | None = None  # lowest and highest of the repeats
+    ratio: float | None = None  # tokens/s over that of the first row
+    floor_ms: float | None = None  # what a decode step takes if it only reads its bytes at the measured bandwidth
+    share: float | None = None  # floor_ms / tpot_ms: 1 is as fast as the memory allows
+    kv_reserved: int | None = None
+    kv_used: int | None = None
+    peak_bytes: int | None = None
+    base_bytes: int | None = None  # of the same process before a model was loaded (CPU only)
+    tokens: str = ""  # how its tokens compare with the first row's
+    warnings: tuple[str, ...] = ()
+    metrics: RunMetrics | None = None  # the whole record that the figures above are taken from
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """Several engines on one workload in one run. Shown in a notebook it is a table; `plot()` draws its bars."""
+
+    rows: list[Row]
+    workload: dict[str, Any]  # name, description, prompt_lens, output_lens, fast
+    provenance: dict[str, Any]  # machine, versions, commit, date, model, dtype, repeats, bandwidth
+    notes: tuple[str, ...] = ()
+    recorded: bool = field(default=False, compare=False)  # read from a file rather than measured here and now
+
+    def row(self, engine: str) -> Row:
+        """The row of an engine by its name; raises `InvalidParameter` for a name that is not there."""
+        for row in self.rows:
+            if row.engine == engine:
+                return row
+        raise InvalidParameter(f"There is no row {engine!r} here; there are {one_of([r.engine for r in self.rows])}.")
+
+    def ratio(self, engine: str, baseline: str) -> float | None:
+        """How many times the tokens/s of `baseline` an engine reached in this run; None where one is not known."""
+        ours, theirs = self.row(engine).tokens_per_s, self.row(baseline).tokens_per_s
+        return ours / theirs if ours and theirs else None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Everything that makes a row doubtful, each with the row's name in front."""
+        return [f"{row.engine}: {warning}" for row in self.rows for warning in row.warnings]
+
+    @property
+    def title(self) -> str:
+        """One line: model, dtype, workload, machine, and whether it was recorded elsewhere."""
+        facts = self.provenance
+        line = f"{facts['model']} in {facts['dtype']}: {self.workload['description']}; {machine_name(facts)}"
+        return f"Recorded on {str(facts['date'])[:10]}. {line}" if self.recorded else line
+
+    def plot(self, save: str | os.PathLike[str] | None = None) -> Any:
+        """Bars of throughput and of time per token, as a matplotlib figure; `save` writes it to an SVG or PNG file."""
+        from .draw import figure  # drawing needs matplotlib, data does not
+
+        return figure(self, save)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write it as JSON; the file appears whole or not at all. Returns the path."""
+        return save(self, path)
+
+    def __str__(self) -> str:
+        from .draw import text_table
+
+        return text_table(self)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from .draw import html_table
+
+        return html_table(self)
+
+
+def to_dict(comparison: Comparison) -> dict[str, Any]:
+    """A comparison as plain JSON values, with schema version and hash."""
+    body = {
+        "rows": [dataclasses.asdict(row) for row in comparison.rows],
+        "workload": comparison.workload,
+        "provenance": comparison.provenance,
+        "notes": list(comparison.notes),
+    }
+    body = json.loads(json.dumps(body))  # tuples become lists here, so that the hash is that of what will be read
+    return {"kind": KIND, "schema": SCHEMA, "sha256": digest(body), **body}
+
+
+def digest(body: dict[str, Any]) -> str:
+    """SHA-256 of the canonical JSON of rows, workload, provenance and notes."""
+    kept = {key: body[key] for key in ("rows", "workload", "provenance", "notes")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def from_dict(data: Any, name: str = "these results") -> Comparison:
+    """The reverse of `to_dict`, marked as recorded. Raises `InvalidParameter` for anything else or changed since."""
+    if not isinstance(data, dict) or data.get("kind") != KIND:
+        raise InvalidParameter(f"{name}: benchmark results were expected, and this JSON is something else.")
+    if data.get("schema") != SCHEMA:
+        raise InvalidParameter(
+            f"{name}: results of schema {data.get('schema')!r} cannot be read, only of schema {SCHEMA}. "
+            "Record them again with this version of the package."
+        )
+    try:
+        if data["sha256"] != digest(data):
+            raise InvalidParameter(
+                f"{name}: the figures do not match the hash that was recorded with them, so they were changed since. "
+                "Restore the file, or record the run again."
+            )
+        return Comparison(
+            rows=[_row(values) for values in data["rows"]],
+            workload=data["workload"],
+            provenance=data["provenance"],
+            notes=tuple(data["notes"]),
+            recorded=True,
+        )
+    except (KeyError, TypeError) as error:
+        raise InvalidParameter(f"{name}: benchmark results were expected, but a part is missing ({error}).") from error
+
+
+def _row(values: dict[str, Any]) -> Row:
+    values = dict(values)
+    metrics = values.pop("metrics")
+    if metrics is not None:
+        lengths = {key: tuple(metrics[key]) for key in ("prompt_len", "output_len")}
+        metrics = RunMetrics(**{**metrics, **lengths})
+    spread = values.pop("tokens_per_s_range")
+    warnings = tuple(values.pop("warnings"))
+    spread = None if spread is None else tuple(spread)
+    return Row(**values, metrics=metrics, warnings=warnings, tokens_per_s_range=spread)
+
+
+def save(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
+    """Write a comparison as JSON, through a temporary file beside it, so that no reader meets half of one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(to_dict(comparison), indent=1, ensure_ascii=False) + "\n"
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp makes it private
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def load(path: str | os.PathLike[str]) -> Comparison:
+    """Read a comparison that `save` wrote. Raises `InvalidParameter` if there is none or it was changed by hand."""
+    path = Path(path)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidParameter(
+            f"Results were to be read from {path.name!r}, which is not there or is no JSON: {error}."
+        ) from error
+    return from_dict(data, path.name)
+
+
+def load_recorded(name: str) -> Comparison:
+    """A run that is kept with the project, by its name: `load_recorded("h200_ladder")` reads results/h200_ladder.json.
+
+    Looked for beside the notebooks, wherever the caller stands: ./results, ./notebooks/results, and the same folder
+    next to this package.
+    """
+    folders = [Path("results"), Path("notebooks", "results"), PACKAGE.parent / "notebooks" / "results"]
+    for folder in folders:
+        if (folder / f"{name}.json").is_file():
+            return load(folder / f"{name}.json")
+    known = sorted({file.stem for folder in folders if folder.is_dir() for file in folder.glob("*.json")})
+    possible = f"there are {one_of(known)}" if known else "there are none yet"
+    raise InvalidParameter(f"The recorded run {name!r} was asked for; in notebooks/results {possible}.")

@@ -1,0 +1,80 @@
+"""How fast could it be? The time that a decode step needs to read its bytes, and the share of it that was reached.
+
+Invariant: the floor counts only what no implementation can avoid: every weight that takes part once, whatever the
+batch, and the keys and values of every request once. Both are divided by the bandwidth measured on this machine. So a
+share over 1 would mean that something here is wrong (or that the weights fit into a cache), and is not hidden.
+
+The model is that of Williams, Waterman and Patterson, "Roofline: an insightful visual performance model" (2009).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..loading import LanguageModel
+from ..memory import ModelShape, kv_bytes_per_token
+from .machine import peak_flops, read_bandwidth
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What a machine can do: `bandwidth` in bytes read a second, `flops` in floating-point operations a second."""
+
+    bandwidth: float
+    flops: float
+
+    @property
+    def ridge(self) -> float:
+        """Operations per byte from which on arithmetic, no longer memory, sets the pace."""
+        return self.flops / self.bandwidth
+
+    def attainable(self, intensity: float) -> float:
+        """The most operations a second at so many operations per byte."""
+        return min(self.flops, intensity * self.bandwidth)
+
+
+def machine_roofline(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Roofline:
+    """The roofline of a device, measured on the spot with `machine.read_bandwidth` and `machine.peak_flops`."""
+    return Roofline(read_bandwidth(device), peak_flops(device, dtype))
+
+
+def weight_bytes_read(model: nn.Module) -> int:
+    """Bytes of weights that one decode step reads, whatever its batch.
+
+    Everything the model holds, but not its embedding tables, of which a step reads one row per token. If the table
+    serves as output layer too (tied weights), it is read whole there, once. Quantised weights count as they are
+    stored. Of a mixture of experts all count, though a small batch reads only some: there the floor is too high.
+    """
+    return sum(tensor.nbytes for tensor in _tensors_read(model))
+
+
+def decode_step_bytes(lm: LanguageModel, requests: float = 1, kv_tokens: float = 0) -> float:
+    """Bytes that one decode step reads for `requests` requests that look back at `kv_tokens` tokens each."""
+    return weight_bytes_read(lm.model) + requests * kv_tokens * kv_token_bytes(lm)
+
+
+def kv_token_bytes(lm: LanguageModel) -> int:
+    """Bytes that one token takes in a cache of the model's own dtype, by the formula of `memory`."""
+    return kv_bytes_per_token(ModelShape.from_config(lm.model.config), lm.dtype.itemsize)
+
+
+def decode_step_flops(lm: LanguageModel, requests: float = 1) -> float:
+    """Operations of one decode step: two for each weight of a matrix and each request (attention is left out)."""
+    return 2 * requests * sum(tensor.numel() for tensor in _tensors_read(lm.model) if tensor.dim() > 1)
+
+
+def floor_ms(lm: LanguageModel, requests: float = 1, kv_tokens: float = 0) -> float:
+    """Milliseconds that a decode step takes at the least: its bytes / the measured read bandwidth."""
+    return 1e3 * decode_step_bytes(lm, requests, kv_tokens) / read_bandwidth(lm.device)
+
+
+def _tensors_read(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers without the embedding tables, unless the output layer shares its table."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head_tensors = set() if head is None else {id(tensor) for tensor in head.parameters()}
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - head_tensors
+    held = [*model.parameters(), *model.buffers()]  # both come without repeats, so tied weights count once
+    return [tensor for tensor in held if id(tensor) not in tables]

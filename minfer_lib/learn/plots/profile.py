@@ -1,0 +1,139 @@
+"""Pictures of where time goes: the operators of a profile, the forward passes of a request.
+
+Invariant: times go in as measured, and shares are computed from all of them, also from those that are not drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from matplotlib.patches import Rectangle
+
+from ..style import ACTIVATIONS, CARD, DATA, GROUP_COLOURS, SOFT_INK, UNUSED, Picture, canvas, drawing, headline, quiet
+
+PREFILL_COLOUR, DECODE_COLOUR = DATA, ACTIVATIONS
+
+
+class TimelineStep(NamedTuple):
+    """One forward pass: its kind, how many tokens went in, and how long it took."""
+
+    kind: Literal["prefill", "decode"]
+    tokens: int
+    seconds: float
+
+
+@drawing
+def time_by_operator(
+    names: Sequence[str],
+    ms: Sequence[float],
+    groups: Sequence[str] | None = None,
+    *,
+    most: int = 10,
+    title: str | None = None,
+) -> Picture:
+    """Where the time of a profile went: one bar an operator, the slowest on top, coloured by group if groups are given.
+
+    `ms` are milliseconds of self time (not counting what an operator calls), so that they may be added up.
+    """
+    total = float(sum(ms)) or 1.0
+    order = sorted(range(len(ms)), key=lambda i: -ms[i])
+    shown, rest = order[:most], order[most:]
+    labels = [shortened(names[i].removeprefix("aten::")) for i in shown] + ([f"{len(rest)} others"] if rest else [])
+    values = [float(ms[i]) for i in shown] + ([float(sum(ms[i] for i in rest))] if rest else [])
+    kinds = list(dict.fromkeys(groups[i] for i in order)) if groups else []
+    colour = {kind: GROUP_COLOURS[n % len(GROUP_COLOURS)] for n, kind in enumerate(kinds)}
+    colours = [colour[groups[i]] if groups else DATA for i in shown] + ([UNUSED] if rest else [])
+    figure, ax = canvas(7.0, 1.0 + 0.28 * len(labels) + (0.3 if groups else 0.0))
+    ax.barh(range(len(labels)), values, color=colours, height=0.72)
+    for row, value in enumerate(values):
+        ax.text(value + max(values) * 0.012, row, f"{value:.3g} ms  ({value / total:.0%})", va="center", size=9)
+    ax.set_yticks(range(len(labels)), labels)
+    ax.invert_yaxis()
+    ax.set_xlim(0, max(values) * 1.26)
+    ax.set_xticks([])
+    ax.tick_params(axis="y", length=0)
+    quiet(ax, spines=("left",))
+    if groups:
+        sums = {kind: sum(ms[i] for i in order if groups[i] == kind) for kind in kinds}
+        handles = [Rectangle((0, 0), 1, 1, color=colour[k], label=f"{k} {sums[k] / total:.0%}") for k in kinds]
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(kinds)))
+    headline(figure, title or f"{labels[0]} takes {values[0] / total:.0%} of {total:.3g} ms")
+    figure.alt = "time: " + ", ".join(
+        f"{label} {value / total:.0%}" for label, value in zip(labels, values, strict=True)
+    )
+    return figure
+
+
+@drawing
+def prefill_decode_timeline(
+    steps: Sequence[TimelineStep | tuple[str, int, float]], *, queue_s: float = 0.0, title: str | None = None
+) -> Picture:
+    """The forward passes of one request on a time axis, with TTFT and TPOT marked where they are.
+
+    `steps` are ("prefill" or "decode", tokens that went in, seconds), in order; each ends with a new token. `queue_s`
+    is the time between arrival and the first step.
+    """
+    steps = [TimelineStep(*step) for step in steps]
+    ends = queue_s + np.cumsum([step.seconds for step in steps])
+    starts = ends - [step.seconds for step in steps]
+    prefills = [n for n, step in enumerate(steps) if step.kind == "prefill"]
+    first = prefills[-1] if prefills else 0  # the step that ends with the first token
+    ttft = float(ends[first])
+    later = len(steps) - 1 - first
+    tpot = (float(ends[-1]) - ttft) / later if later else None
+    figure, ax = canvas(7.0, 2.15)
+    end = float(ends[-1])
+    if queue_s:
+        ax.barh(0, queue_s, height=0.5, color=UNUSED)
+        ax.text(queue_s / 2, 0, "waits", ha="center", va="center", size=8.5)
+    for start, step in zip(starts, steps, strict=True):
+        fill = PREFILL_COLOUR if step.kind == "prefill" else DECODE_COLOUR
+        ax.barh(
+            0,
+            step.seconds,
+            left=start,
+            height=0.5,
+            color=fill,
+            edgecolor=CARD,
+            linewidth=0.8 if len(steps) < 60 else 0.2,
+        )
+    spans = [(0.0, ttft, f"TTFT {ttft * 1e3:,.0f} ms")]
+    if tpot is not None:
+        each = "1 step" if later == 1 else f"{later} steps"
+        spans.append((ttft, end, f"{each}, TPOT {tpot * 1e3:,.1f} ms"))
+    for left, right, text in spans:
+        ax.annotate(
+            "",
+            (left, 0.42),
+            (right, 0.42),
+            arrowprops={"arrowstyle": "<->", "color": SOFT_INK, "shrinkA": 0, "shrinkB": 0},
+        )
+        at_the_edge = left == 0 and right < end * 0.28  # a text centred over a short span would leave the card
+        x, side = (0.0, "left") if at_the_edge else ((left + right) / 2, "center")
+        ax.text(x, 0.52, text, ha=side, va="bottom", size=9.5)
+    many = "one step" if len(prefills) == 1 else f"{len(prefills)} steps"
+    prompt = sum(steps[n].tokens for n in prefills)
+    handles = [
+        Rectangle((0, 0), 1, 1, color=PREFILL_COLOUR, label=f"prefill: {prompt:,} tokens in {many}"),
+        Rectangle((0, 0), 1, 1, color=DECODE_COLOUR, label="decode: one token a step"),
+    ]  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    ax.set_xlim(0, end * 1.01)
+    ax.set_ylim(-0.32, 0.85)
+    ax.set_yticks([])
+    ax.set_xlabel("seconds since arrival")
+    quiet(ax, spines=("bottom",))
+    if title is None and tpot is not None:
+        title = f"The first token took as long as {ttft / tpot:.1f} later ones"
+    headline(figure, title)
+    figure.alt = f"prefill of {prompt} tokens, TTFT {ttft:.3g} s" + (
+        f"; {later} decode steps, TPOT {tpot:.3g} s" if later else ""
+    )
+    return figure
+
+
+def shortened(name: str, limit: int = 30) -> str:
+    """The name, with its middle left out where it is longer than `limit` characters."""
+    return name if len(name) <= limit else f"{name[: limit - 11]}…{name[-10:]}"

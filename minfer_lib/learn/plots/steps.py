@@ -1,0 +1,191 @@
+"""Pictures of how time moves with length: clouds of steps with a fitted curve, gains, one bar an engine.
+
+Invariant: times go in as measured; a curve that is fitted writes its formula beside its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from ..style import (
+    GROUP_COLOURS,
+    INK,
+    SOFT_INK,
+    Picture,
+    bar_style,
+    canvas,
+    colour_of,
+    drawing,
+    engine_family,
+    headline,
+    line_style,
+    quiet,
+)
+from .memory import spread
+
+
+@drawing
+def step_times(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, fit: int | Mapping[str, int] | None = 1,
+    title: str | None = None, xlabel: str = "tokens in the sequence",
+) -> Picture:  # fmt: skip
+    """Time of a step against length, a cloud of points for each engine {name: (lengths, milliseconds)}.
+
+    `fit` draws a polynomial of that degree through each cloud by least squares (or {name: degree}; None: no curve) and
+    writes it out. The engines have their own colours.
+    """
+    figure, ax = canvas(7.0, 3.5)
+    degrees = fit if isinstance(fit, Mapping) else dict.fromkeys(series, fit)
+    far = max(max(x) for x, _ in series.values())
+    tall = max(max(y) for _, y in series.values())
+    ends, notes = [], []
+    for name, (lengths, ms) in series.items():
+        x, y = np.asarray(lengths, dtype=float), np.asarray(ms, dtype=float)
+        style = line_style(name) | {"linestyle": "none", "markersize": 4.5, "alpha": 0.6}
+        ax.plot(x, y, **style)
+        degree = degrees.get(name)
+        if degree is None or len(set(x)) <= degree:
+            ends.append(float(y[np.argmax(x)]))
+            notes.append("")
+            continue
+        curve = np.polynomial.Polynomial.fit(x, y, degree)
+        grid = np.linspace(x.min(), x.max(), 100)
+        ax.plot(grid, curve(grid), color=style["color"], linewidth=2.0)
+        ends.append(float(curve(x.max())))
+        notes.append(_formula(curve.convert().coef))
+    top = tall * 1.08
+    for (name, (lengths, _)), height, note in zip(series.items(), spread(ends, top * 0.14), notes, strict=True):
+        colour = INK if engine_family(name) is None else colour_of(name)
+        at = (max(lengths) if len(series) == 1 else far, height)
+        ax.annotate(
+            name,
+            at,
+            textcoords="offset points",
+            xytext=(8, 5 if note else 0),
+            va="center",
+            color=colour,
+            weight="bold",
+            size=9.5,
+        )
+        ax.annotate(note, at, textcoords="offset points", xytext=(8, -8), va="center", size=8.5, color=SOFT_INK)
+    ax.set_ylim(0, max(top, max(spread(ends, top * 0.14)) * 1.04))
+    ax.set_xlim(left=0, right=far * 1.01)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel("ms a step")
+    quiet(ax, grid="y")
+    headline(figure, title)
+    figure.alt = "step time: " + "; ".join(
+        f"{name} {note or 'not fitted'}" for name, note in zip(series, notes, strict=True)
+    )
+    return figure
+
+
+@drawing
+def gain_vs_length(
+    lengths: Sequence[float], gain: Sequence[float], *, engine: str, over: str, xlabel: str = "prompt length in tokens",
+    title: str | None = None,
+) -> Picture:  # fmt: skip
+    """How many times faster `engine` is than `over` at each length; below the line at 1 it is slower."""
+    figure, ax = canvas(7.0, 3.1)
+    ax.plot(lengths, gain, **line_style(engine))
+    ax.axhline(1.0, color=SOFT_INK, linestyle="--", linewidth=1.1)
+    at_right = abs(gain[-1] - 1.0) >= abs(gain[0] - 1.0)  # where the line leaves room
+    ax.text(
+        lengths[-1 if at_right else 0],
+        1.0,
+        f"as fast as {over}",
+        size=8.5,
+        color=SOFT_INK,
+        va="bottom",
+        ha="right" if at_right else "left",
+    )
+    ax.set_xscale("log", base=2)  # lengths are usually doubled
+    for x, g in zip(lengths, gain, strict=True):
+        ax.annotate(f"{g:.1f}×", (x, g), textcoords="offset points", xytext=(-2, 7), ha="right", size=9)
+    ax.set_ylim(0, max(*gain, 1.0) * 1.2)
+    ax.set_xticks(lengths, [f"{x:,.0f}" for x in lengths])
+    ax.minorticks_off()
+    ax.margins(x=0.05)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel("times faster")
+    quiet(ax, grid="y")
+    low, high = min(gain), max(gain)
+    headline(figure, title or f"{engine} against {over}: {low:.1f} to {high:.1f} times as fast, depending on length")
+    figure.alt = f"{engine} over {over}: " + ", ".join(
+        f"{x:,.0f} tokens {g:.1f}x" for x, g in zip(lengths, gain, strict=True)
+    )
+    return figure
+
+
+@drawing
+def bars_by_engine(values: Mapping[str, float], *, unit: str, title: str | None = None) -> Picture:
+    """One bar an engine, in the engines' colours; peers have a black outline. `unit` is written behind each number."""
+    figure, ax = canvas(7.0, 0.85 + 0.34 * len(values))
+    longest = max(values.values())
+    for row, (name, value) in enumerate(values.items()):
+        ax.barh(row, value, height=0.66, **bar_style(name))
+        ax.text(value + longest * 0.012, row, f"{value:,.3g} {unit}", va="center", size=9)
+    ax.set_yticks(range(len(values)), list(values))
+    ax.invert_yaxis()
+    ax.set_xlim(0, longest * 1.2)
+    ax.set_xticks([])
+    ax.tick_params(axis="y", length=0)
+    quiet(ax, spines=("left",))
+    headline(figure, title)
+    figure.alt = "; ".join(f"{name} {value:,.3g} {unit}" for name, value in values.items())
+    return figure
+
+
+@drawing
+def curves(
+    x: Sequence[float],
+    series: Mapping[str, Sequence[float]],
+    *,
+    xlabel: str,
+    ylabel: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    y_range: tuple[float, float] | None = None,
+    title: str | None = None,
+) -> Picture:
+    """Plain curves over one axis, named at their right ends; values that are no numbers (NaN) leave gaps."""
+    figure, ax = canvas(7.0, 2.9)
+    if log_x:
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+    if log_y:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,g}"))
+        ax.yaxis.set_minor_locator(NullLocator())
+    ax.set_xlim(min(x), max(x))  # also where a curve has gaps at its ends
+    for (name, values), colour in zip(series.items(), GROUP_COLOURS, strict=False):
+        y = np.asarray(values, dtype=float)
+        ax.plot(x, y, color=colour)
+        last = np.flatnonzero(np.isfinite(y))
+        if len(series) > 1 and len(last):
+            ax.annotate(
+                name, (x[last[-1]], y[last[-1]]), textcoords="offset points", xytext=(7, 0), va="center", color=colour
+            )
+    if y_range:
+        ax.set_ylim(*y_range)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    quiet(ax, grid="y")
+    headline(figure, title)
+    figure.alt = f"{ylabel} over {xlabel}: " + ", ".join(series)
+    return figure
+
+
+def _formula(coefficients: Sequence[float]) -> str:
+    """A fitted polynomial in n as a reader writes it: 12.3 + 0.0456 n."""
+    powers = ("", " n", " n²", " n³")
+    text = ""
+    for c, power in zip(coefficients, powers, strict=False):
+        size = f"{abs(c):.3g}{power}"
+        text += size if not text and c >= 0 else f"{' − ' if text else '−'}{size}" if c < 0 else f" + {size}"
+    return f"fit: {text} ms"

@@ -1,0 +1,192 @@
+"""`explore(draw, ...)`: a figure that follows sliders, with a picture of a few of their positions below it.
+
+Invariant: what a reader needs is in the picture, which needs no kernel: it is all that is seen on the web, in exported
+HTML and where ipywidgets is missing. The widget adds the sliders; it holds one image that is replaced, never an output
+area that grows, and a value that cannot be drawn is reported in its place.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidParameter
+from .style import CARD, CARD_EDGE, INK, SCREEN_DPI, SHARPNESS, Picture, in_notebook, png_bundle, smaller_png
+
+Draw = Callable[..., Picture]
+PAGE_WIDTH = 9.6  # inches that an output area has at least room for
+
+
+@dataclass(frozen=True)
+class Slider:
+    """A control for numbers from `low` to `high` in steps of `step`; `value` is where it begins."""
+
+    low: float
+    high: float
+    step: float
+    value: float
+    label: str = ""
+
+    def widget(self, name: str) -> Any:
+        import ipywidgets
+
+        whole = all(float(x).is_integer() for x in (self.low, self.high, self.step, self.value))
+        kind, number = (ipywidgets.IntSlider, int) if whole else (ipywidgets.FloatSlider, float)
+        return kind(
+            value=number(self.value), min=number(self.low), max=number(self.high), step=number(self.step),
+            description=self.label or name, **_look(ipywidgets),
+        )  # fmt: skip
+
+    def text(self, value: Any) -> str:
+        return f"{value:g}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A control for one of `options`, as a slider over them (in order) or, with `menu`, as a drop-down list."""
+
+    options: Sequence[Any]
+    value: Any
+    label: str = ""
+    menu: bool = False
+
+    def widget(self, name: str) -> Any:
+        import ipywidgets
+
+        options = [(self.text(option), option) for option in self.options]
+        kind = ipywidgets.Dropdown if self.menu else ipywidgets.SelectionSlider
+        return kind(options=options, value=self.value, description=self.label or name, **_look(ipywidgets))
+
+    def text(self, value: Any) -> str:
+        return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _look(ipywidgets: Any) -> dict[str, Any]:
+    return {"layout": ipywidgets.Layout(width="480px"), "style": {"description_width": "150px"}}
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Several pictures on one card, each with a line that says how the controls stand."""
+
+    pictures: tuple[Picture, ...]
+    captions: tuple[str, ...]
+
+    @property
+    def alt(self) -> str:
+        return "\n".join(
+            f"{caption}: {picture!r}" for caption, picture in zip(self.captions, self.pictures, strict=True)
+        )
+
+    def png(self) -> bytes:
+        """One PNG: as many side by side as the page is wide, then the next row."""
+        from matplotlib import get_data_path
+        from PIL import Image, ImageDraw, ImageFont
+
+        scale = SCREEN_DPI * SHARPNESS / 72
+        font = ImageFont.truetype(f"{get_data_path()}/fonts/ttf/DejaVuSans-Bold.ttf", round(9.5 * scale))
+        images = [Image.open(io.BytesIO(picture.png())).convert("RGBA") for picture in self.pictures]
+        strip, edge = round(24 * scale), round(4 * scale)
+        rows = _rows(
+            [(image.width, image.height + strip) for image in images], round(PAGE_WIDTH * SCREEN_DPI * SHARPNESS)
+        )
+        width = max(sum(w for w, _ in row) for row in rows)
+        whole = Image.new("RGBA", (width + 2 * edge, sum(max(h for _, h in row) for row in rows) + 2 * edge))
+        pen = ImageDraw.Draw(whole)
+        corner = (whole.width - 1, whole.height - 1)
+        pen.rounded_rectangle(((0, 0), corner), radius=round(7 * scale), fill=CARD, outline=CARD_EDGE, width=2)
+        parts = iter(zip(images, self.captions, strict=True))
+        rim = round(5 * scale)  # the edge of each picture's own card, which is cut away
+        y = edge
+        for row in rows:
+            x = edge
+            for _ in row:
+                image, caption = next(parts)
+                pen.text((x + round(11 * scale), y + strip // 2), caption, font=font, fill=INK, anchor="lm")
+                inner = image.crop((rim, rim, image.width - rim, image.height - rim))
+                whole.paste(inner, (x + rim, y + strip))
+                x += image.width
+            y += max(height for _, height in row)
+        buffer = io.BytesIO()
+        whole.save(buffer, "png")
+        return smaller_png(buffer.getvalue())
+
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> tuple[dict[str, str], dict[str, Any]]:
+        return png_bundle(self.png(), self.alt)
+
+    def __repr__(self) -> str:
+        return self.alt
+
+
+def _rows(sizes: Sequence[tuple[int, int]], page: int) -> list[list[tuple[int, int]]]:
+    """The sizes (width, height), in order, in rows that are at most `page` wide."""
+    rows: list[list[tuple[int, int]]] = []
+    for size in sizes:
+        if rows and sum(w for w, _ in rows[-1]) + size[0] <= page:
+            rows[-1].append(size)
+        else:
+            rows.append([size])
+    return rows
+
+
+def gallery(draw: Draw, controls: Mapping[str, Slider | Choice], positions: Sequence[Mapping[str, Any]]) -> Gallery:
+    """`draw` at each of `positions`; controls that a position leaves out stand where they begin."""
+    begin = {name: control.value for name, control in controls.items()}
+    for position in positions:
+        if unknown := set(position) - set(begin):
+            raise InvalidParameter(
+                f"A position of the picture sets {sorted(unknown)[0]!r}, which is no control. The controls are "
+                f"{', '.join(begin)}."
+            )
+    pictures = tuple(draw(**(begin | dict(position))) for position in positions)
+    captions = tuple(
+        ", ".join(f"{controls[name].label or name} {controls[name].text(value)}" for name, value in position.items())
+        for position in positions
+    )
+    return Gallery(pictures, tuple(caption or "where the controls begin" for caption in captions))
+
+
+def explore(draw: Draw, *, positions: Sequence[Mapping[str, Any]], **controls: Slider | Choice) -> Gallery | None:
+    """Show `draw(**values)` under its controls, and a picture of it at a few `positions` of them.
+
+    `draw` takes the values of the controls by name and returns a figure. In a notebook everything is displayed and
+    nothing returned; elsewhere the picture is returned. Raises `InvalidParameter` for a position of an unknown control.
+    """
+    pictures = gallery(draw, controls, positions)
+    if not in_notebook():
+        return pictures
+    from IPython.display import display
+
+    try:
+        display(live(draw, controls))
+    except ImportError:
+        print("(The sliders need ipywidgets, which is not installed. The picture shows a few of their positions.)")
+    display(pictures)
+    return None
+
+
+def live(draw: Draw, controls: Mapping[str, Slider | Choice]) -> Any:
+    """The widget: the controls above one image, drawn anew at each change. Raises ImportError without ipywidgets."""
+    import ipywidgets
+
+    inputs = {name: control.widget(name) for name, control in controls.items()}
+    image = ipywidgets.Image(format="png", layout=ipywidgets.Layout(max_width="100%", object_fit="contain"))
+    message = ipywidgets.HTML()
+
+    def redraw(_: object = None) -> None:
+        try:
+            figure = draw(**{name: widget.value for name, widget in inputs.items()})
+            image.value = figure.png(compact=False)
+            image.width = str(round(figure.get_figwidth() * SCREEN_DPI))
+            message.value = ""
+        except Exception as error:
+            message.value = f"This cannot be drawn ({type(error).__name__}): {error}"
+
+    for widget in inputs.values():
+        widget.observe(redraw, names="value")
+    redraw()
+    return ipywidgets.VBox([*inputs.values(), message, image])

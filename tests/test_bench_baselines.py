@@ -1,0 +1,188 @@
+"""The Hugging Face baselines give what `model.generate` gives, padded or not, and leave the model as they found it."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from minfer_lib.bench import HFSerial, HFStaticBatch
+from minfer_lib.bench.baselines import padded_left
+from minfer_lib.bench.roofline import kv_token_bytes
+from minfer_lib.errors import InvalidParameter, InvalidPrompt, PromptTooLong
+from minfer_lib.loading import LanguageModel, load_model
+from minfer_lib.params import SamplingParams
+
+SIZES = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "gemma2": dict(head_dim=8, sliding_window=7, attn_implementation="eager"),
+}
+PROMPTS = [[5], [7, 8, 9, 10, 11, 12, 13, 14, 15], [20, 3, 21], [40, 41, 42, 43, 44]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny products are quicker without company
+    yield
+    torch.set_num_threads(before)
+
+
+def random_lm(family: str) -> LanguageModel:
+    torch.manual_seed(0)
+    options = dict(FAMILIES[family])
+    implementation = options.pop("attn_implementation", None)
+    config = AutoConfig.for_model(family, **SIZES, **options)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.25)  # far from uniform, so that a mistake changes tokens
+    return LanguageModel.of(model, None, f"random {family}")
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def lm(request):
+    return random_lm(request.param)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return random_lm("llama")
+
+
+def fixed(*lengths: int) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
+
+
+def plain_generate(lm: LanguageModel, prompt: list[int], new: int) -> list[int]:
+    """What a user of transformers would write, EOS switched off by asking for as many tokens at the least."""
+    ids = torch.tensor([prompt])
+    out = lm.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, eos_token_id=-1, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def tokens(outputs):
+    return [out.token_ids for out in outputs]
+
+
+def test_serial_is_model_generate(lm):
+    outputs = HFSerial(lm).generate(PROMPTS, fixed(6, 9, 4, 7))
+    assert tokens(outputs) == [plain_generate(lm, p, n) for p, n in zip(PROMPTS, (6, 9, 4, 7), strict=True)]
+    assert [out.prompt_token_ids for out in outputs] == PROMPTS
+    assert all(out.finish_reason == "length" and out.text == "" for out in outputs)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_padded_batch_equals_serial_on_unequal_lengths(lm, batch_size):
+    params = fixed(12, 5, 1, 9)
+    wanted = tokens(HFSerial(lm).generate(PROMPTS, params))
+    assert len({tuple(ids) for ids in wanted}) == 4
+    assert tokens(HFStaticBatch(lm, batch_size).generate(PROMPTS, params)) == wanted
+
+
+def test_early_eos_ends_a_row_and_not_its_neighbours(llama):
+    free = tokens(HFSerial(llama).generate(PROMPTS, fixed(*[12] * 4)))
+    end = next(t for t in free[1][2:8] if t not in free[0])
+    lm = LanguageModel(**{**vars(llama), "eos_ids": frozenset({end})})
+    params = SamplingParams(max_tokens=12)
+    serial, batch = HFSerial(lm).generate(PROMPTS, params), HFStaticBatch(lm, 4).generate(PROMPTS, params)
+    assert tokens(serial) == tokens(batch)
+    for out, ids in zip(batch, free, strict=True):
+        cut = ids.index(end) + 1 if end in ids else 12
+        assert out.token_ids == ids[:cut] and out.finish_reason == ("stop" if end in ids else "length")
+    assert len(batch[1].token_ids) < 12 == len(batch[0].token_ids)
+    ignoring = [SamplingParams(max_tokens=12, ignore_eos=i == 1) for i in range(4)]  # mixed in one batch
+    mixed = HFStaticBatch(lm, 4).generate(PROMPTS, ignoring)
+    assert mixed[1].token_ids == free[1] and tokens(mixed)[0::2] == tokens(batch)[0::2]
+
+
+def test_min_tokens_holds_eos_back(llama):
+    free = tokens(HFSerial(llama).generate(PROMPTS[1], fixed(6)))[0]
+    lm = LanguageModel(**{**vars(llama), "eos_ids": frozenset({free[0]})})
+    assert tokens(HFSerial(lm).generate(PROMPTS[1], SamplingParams(max_tokens=6))) == [free[:1]]
+    held = HFSerial(lm).generate(PROMPTS[1], SamplingParams(max_tokens=6, min_tokens=3))[0].token_ids
+    assert len(held) >= 3 and free[0] not in held[:3]
+
+
+def test_the_models_own_generation_config_has_no_say_and_is_restored(llama):
+    own = GenerationConfig(repetition_penalty=50.0, do_sample=True, temperature=9.0, eos_token_id=[2, 3], max_length=20)
+    wanted = tokens(HFSerial(llama).generate(PROMPTS, fixed(*[10] * 4)))
+    before, llama.model.generation_config = llama.model.generation_config, own
+    try:
+        for baseline in (HFSerial(llama), HFStaticBatch(llama, 4)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert tokens(baseline.generate(PROMPTS, fixed(*[10] * 4))) == wanted
+            assert llama.model.generation_config is own
+        llama.model.forward, forward = None, llama.model.forward
+        with pytest.raises(TypeError):
+            HFSerial(llama).generate(PROMPTS, fixed(*[10] * 4))
+        llama.model.forward = forward
+        assert llama.model.generation_config is own
+    finally:
+        llama.model.generation_config = before
+
+
+def test_times_are_in_order_and_a_batch_ends_together(llama):
+    params = fixed(3, 6, 1, 4)
+    for out in HFSerial(llama).generate(PROMPTS, params):
+        times = out.metrics
+        assert times.arrival <= times.first_scheduled < times.first_token <= times.last_token <= times.finished
+        assert times.num_tokens == len(out.token_ids) and (times.tpot_s is None) == (len(out.token_ids) == 1)
+    serial = [out.metrics for out in HFSerial(llama).generate(PROMPTS, params)]
+    assert all(a.finished <= b.first_scheduled for a, b in itertools.pairwise(serial))
+    assert len({times.arrival for times in serial}) == 1
+    batch = [out.metrics for out in HFStaticBatch(llama, 4).generate(PROMPTS, params)]
+    assert len({times.finished for times in batch}) == len({times.first_token for times in batch}) == 1
+    assert batch[2].last_token < batch[3].last_token < batch[1].last_token  # as many tokens, as late
+
+
+def test_kv_bytes_show_the_padding(llama):
+    batch, serial, per_token = HFStaticBatch(llama, 4), HFSerial(llama), kv_token_bytes(llama)
+    batch.generate(PROMPTS, fixed(3, 3, 3, 3))
+    assert batch.kv_bytes() == (4 * (9 + 2) * per_token, (1 + 9 + 3 + 5 + 4 * 2) * per_token)
+    serial.generate(PROMPTS, fixed(3, 3, 3, 3))
+    assert serial.kv_bytes() == (11 * per_token, 11 * per_token)
+
+
+def test_padding_is_on_the_left():
+    ids, mask = padded_left([[7, 8, 9], [5]], torch.device("cpu"))
+    assert ids.tolist() == [[7, 8, 9], [0, 0, 5]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+
+
+def test_text_prompts_and_texts_of_answers():
+    lm = load_model("tiny-random", device="cpu")
+    padding_side = lm.tokenizer.padding_side
+    out = HFStaticBatch(lm, 2).generate(["Hello", "A longer prompt"], fixed(8, 8))
+    assert [o.text for o in out] == [lm.decode(o.token_ids).rstrip("\ufffd") for o in out]
+    assert lm.tokenizer.padding_side == padding_side
+    assert len(HFSerial(lm).generate("Hello", SamplingParams(max_tokens=2, n=3))) == 3
+
+
+@pytest.mark.parametrize(
+    "params",
+    [dict(temperature=1.0), dict(repetition_penalty=2.0), dict(logit_bias={1: 2.0}), dict(logprobs=1),
+     dict(min_tokens=2, stop_token_ids=[3])],
+)  # fmt: skip
+def test_what_a_baseline_cannot_do_is_refused(llama, params):
+    with pytest.raises(InvalidParameter, match="Hugging Face baselines"):
+        HFSerial(llama).generate(PROMPTS, SamplingParams(max_tokens=4, **params))
+
+
+def test_other_refusals(llama):
+    with pytest.raises(InvalidParameter, match="batch_size"):
+        HFStaticBatch(llama, 0)
+    with pytest.raises(PromptTooLong):
+        HFSerial(llama).generate([[1] * 128], fixed(1))
+    with pytest.raises(InvalidPrompt):
+        HFStaticBatch(llama, 2).generate([[1], []], fixed(1, 1))
+    with pytest.raises(InvalidParameter, match="one min_tokens"):
+        HFStaticBatch(llama, 2).generate(PROMPTS[:2], [SamplingParams(min_tokens=n) for n in (0, 1)])

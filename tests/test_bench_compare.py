@@ -1,0 +1,367 @@
+"""A comparison measures what it says, checks what it compares, and says what is not equal."""
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from minfer_lib import CachedEngine, NaiveEngine, bench
+from minfer_lib.bench import (
+    Comparison,
+    HFSerial,
+    HFStaticBatch,
+    Row,
+    compare,
+    draw,
+    fixed_lengths,
+    ladder,
+    load,
+    load_recorded,
+    make_engine,
+    mixed_lengths,
+    peak_memory,
+    probe_memory,
+    reported,
+    reported_rows,
+    rungs,
+)
+from minfer_lib.bench.comparison import held_between_runs
+from minfer_lib.bench.results import from_dict, to_dict
+from minfer_lib.bench.roofline import floor_ms, kv_token_bytes
+from minfer_lib.bench.settings import FAST_LABEL
+from minfer_lib.bench.verify import judge_lengths, judge_tokens
+from minfer_lib.errors import InvalidParameter, MinferError, UnsupportedModel
+from minfer_lib.loading import LanguageModel, load_model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def full_length(monkeypatch):
+    monkeypatch.delenv("MINFER_FAST", raising=False)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return load_model("tiny-random", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def found(lm) -> Comparison:
+    """Baselines and both engines on unequal lengths."""
+    engines = HFSerial(lm), HFStaticBatch(lm, 2), NaiveEngine(lm), CachedEngine(lm)
+    return compare(*engines, workload=mixed_lengths(lm, 3, (3, 20), (2, 6)), repeats=2, show=False)
+
+
+class Altered:
+    """An engine around another that spoils its answers."""
+
+    name = "altered"
+
+    def __init__(self, lm, change):
+        self.lm, self.change, self.calls = lm, change, 0
+        self.inner = CachedEngine(lm)
+
+    def generate(self, prompts, params):
+        self.calls += 1
+        return [self.change(out) for out in self.inner.generate(prompts, params)]
+
+
+def with_tokens(change):
+    return lambda out: dataclasses.replace(out, token_ids=change(out.token_ids))
+
+
+# -- running --------------------------------------------------------------------------------------------------------
+
+
+def test_rows_hold_what_was_measured(lm, found):
+    assert [row.engine for row in found.rows] == ["HF generate", "HF padded batch", "naive", "cached"]
+    assert not found.warnings and [row.tokens for row in found.rows] == ["", "same", "same", "same"]
+    work = mixed_lengths(lm, 3, (3, 20), (2, 6))
+    for row in found.rows:
+        assert row.metrics.output_tokens == sum(work.output_lens) and row.metrics.requests == 3
+        assert row.tokens_per_s == row.metrics.tokens_per_s > 0
+        assert row.tokens_per_s_range[0] <= row.tokens_per_s <= row.tokens_per_s_range[1]
+        assert row.floor_ms == pytest.approx(floor_ms(lm, row.metrics.concurrency, row.metrics.kv_tokens))
+        assert row.share == pytest.approx(row.floor_ms / row.tpot_ms)
+    assert found.rows[0].ratio == 1.0
+    assert found.ratio("cached", "naive") == pytest.approx(found.row("cached").ratio / found.row("naive").ratio)
+    assert [round(row.metrics.concurrency, 6) for row in found.rows if row.engine != "HF padded batch"] == [1, 1, 1]
+    with pytest.raises(InvalidParameter, match="there are `HF generate`"):
+        found.row("nobody")
+
+
+def test_kv_memory_reserved_and_used(lm, found):
+    per_token = kv_token_bytes(lm)
+    work = mixed_lengths(lm, 3, (3, 20), (2, 6))
+    longest = max(p + n - 1 for p, n in zip(work.prompt_lens, work.output_lens, strict=True))
+    cached = found.row("cached")
+    assert (cached.kv_reserved, cached.kv_used) == (2048 * per_token, longest * per_token)
+    assert found.row("HF generate").kv_used == longest * per_token
+    assert found.row("HF padded batch").kv_reserved > found.row("HF padded batch").kv_used
+    assert found.row("naive").kv_reserved is None
+    # what stays on the device while others run: the buffer of "own", nothing of what is made for each call
+    engines = HFStaticBatch(lm, 2), CachedEngine(lm, "hf"), NaiveEngine(lm), CachedEngine(lm, max_model_len=64)
+    for engine in engines:
+        engine.generate([[1, 2, 3]])
+    assert [held_between_runs(engine) for engine in engines] == [0, 0, 0, 64 * per_token]
+
+
+def test_every_engine_has_its_turn_in_every_round(lm):
+    order = []
+
+    class Watched(CachedEngine):
+        def generate(self, prompts, params=None, **options):
+            order.append(self.name)
+            return super().generate(prompts, params, **options)
+
+    engines = [Watched(lm) for _ in "abc"]
+    for engine, name in zip(engines, "abc", strict=True):
+        engine.name = name
+    compare(*engines, workload=fixed_lengths(lm, 1, 3, 2), repeats=3, show=False)
+    assert "".join(order) == "abc" + "abc" + "bca" + "cab"  # warm-up, then three rounds
+
+
+def test_wrong_tokens_are_never_silent(lm):
+    work = fixed_lengths(lm, 2, 5, 4)
+    wrong = Altered(lm, with_tokens(lambda ids: [*ids[:2], (ids[2] + 1) % 256, *ids[3:]]))
+    found = compare(HFSerial(lm), wrong, workload=work, repeats=1, show=False)
+    assert found.row("altered").tokens == "DIFFER"
+    assert found.warnings == ["altered: its tokens are not those of the first row, from request 0 at token 2 on"]
+    for text in (str(found), found._repr_html_()):
+        assert "WARNING: altered: its tokens are not those" in text and "DIFFER" in text
+
+
+def test_missing_tokens_are_never_silent(lm):
+    short = Altered(lm, with_tokens(lambda ids: ids[:-1]))
+    found = compare(HFSerial(lm), short, workload=fixed_lengths(lm, 2, 5, 4), repeats=1, show=False)
+    assert any("request 0 made 3 tokens instead of 4" in warning for warning in found.warnings)
+
+
+def test_failed_requests_are_never_silent(lm):
+    failed = Altered(lm, lambda out: dataclasses.replace(out, finish_reason="error", error="out of memory"))
+    found = compare(failed, workload=fixed_lengths(lm, 2, 5, 4), repeats=1, show=False)
+    assert found.warnings == ["altered: 2 of 2 requests failed: out of memory"] and found.rows[0].metrics.failed == 2
+
+
+def test_tokens_of_other_weights_are_described_and_not_judged(lm):
+    other = load_model("tiny-random", device="cpu")
+    found = compare(CachedEngine(lm), ("other", Altered(other, with_tokens(lambda ids: [*ids[:3], 0]))),
+                    workload=fixed_lengths(lm, 2, 5, 4), repeats=1, show=False)  # fmt: skip
+    assert found.row("other").tokens == "75 % until they part" and not found.warnings
+    assert any("other weights than cached" in note for note in found.notes)
+
+
+def test_judgements():
+    assert judge_tokens([[[1, 2]], [[1, 2]]], [[1, 2]], exact=True) == ("same", [])
+    assert judge_tokens([[[1, 2]], [[1, 3]]], [[1, 2]], exact=False) == ("75 % until they part", [])
+    word, warnings = judge_tokens([[[1, 2], [3]]], [[1, 2], [3, 4]], exact=True)
+    assert word == "DIFFER" and "from request 1 at token 1 on" in warnings[0]
+    assert judge_lengths([[[1], [1, 2]]], [1, 2]) == [] == judge_lengths([[[1]]], None)
+    assert "instead of 3" in judge_lengths([[[1], [1, 2]]], [1, 3])[0]
+    assert "1 answers to 2 requests" in judge_lengths([[[1]]], [1, 2])[0]
+
+
+def test_an_interrupt_ends_the_comparison(lm):
+    stopped = Altered(lm, lambda out: dataclasses.replace(out, finish_reason="abort"))
+    with pytest.raises(KeyboardInterrupt):
+        compare(stopped, workload=fixed_lengths(lm, 1, 3, 2), show=False)
+
+
+def test_what_cannot_be_compared_is_refused(lm):
+    with pytest.raises(InvalidParameter, match="at least one"):
+        compare()
+    with pytest.raises(InvalidParameter, match=r"Two engines of the name 'cached'"):
+        compare(CachedEngine(lm), CachedEngine(lm, "hf"))
+    for repeats in (0, True, 1.5):
+        with pytest.raises(InvalidParameter, match="repeats"):
+            compare(CachedEngine(lm), repeats=repeats)
+
+
+def test_fast_mode_runs_once_and_is_labelled(lm, monkeypatch, capsys):
+    monkeypatch.setenv("MINFER_FAST", "1")
+    engine = Altered(lm, lambda out: out)
+    found = compare(engine, repeats=3)
+    assert engine.calls == 2 and found.provenance["repeats"] == 1 and found.workload["fast"]  # warm-up and one run
+    assert capsys.readouterr().out.count(FAST_LABEL) == 1
+    assert found._repr_html_().count(FAST_LABEL) == 1 and FAST_LABEL in str(dataclasses.replace(found, notes=()))
+
+
+def test_reported_rows_stand_apart_with_their_source(lm):
+    rows = reported_rows("mini-infer, batch 4")
+    found = compare(CachedEngine(lm), workload=fixed_lengths(lm, 1, 3, 2), repeats=1, reported=rows, show=False)
+    assert [row.kind for row in found.rows] == ["measured", "reported", "reported"]
+    assert all(row.ratio is None and row.floor_ms is None for row in found.rows[1:])
+    text = str(found)
+    assert "serial engine, batch 4 *" in text and "RTX 4090" in text and "15.81 GB" in text
+    assert found._repr_html_().count("* reported, not measured here") == 1
+    assert "batch 4" not in found.plot().alt  # bars of another machine beside ours would compare the machines
+    with pytest.raises(InvalidParameter, match="need a source"):
+        reported("x", " ", tokens_per_s=1.0)
+    with pytest.raises(InvalidParameter, match="there are `mini-infer, batch 1`"):
+        reported_rows("nothing")
+
+
+# -- peak memory ----------------------------------------------------------------------------------------------------
+
+
+def test_peak_memory_of_a_fresh_process(lm):
+    work = fixed_lengths(lm, 1, 8, 4)
+    peak = peak_memory(CachedEngine(lm, max_model_len=64), work)
+    assert 10_000_000 < peak.base <= peak.loaded <= peak.peak < peak.base + 10**9
+
+
+def test_an_engine_is_made_again_with_its_options(lm):
+    made = probe_memory.recipe(HFStaticBatch(lm, 3, max_model_len=50))
+    assert made["options"] == {"batch_size": 3, "max_model_len": 50}
+    assert (made["module"], made["cls"]) == ("minfer_lib.bench.baselines", "HFStaticBatch")
+    assert probe_memory.recipe(CachedEngine(lm, "hf"))["options"] == {"cache": "hf", "max_model_len": 2048}
+    with pytest.raises(InvalidParameter, match="cannot be made again"):
+        probe_memory.recipe(Altered(lm, lambda out: out))
+
+
+def test_memory_that_cannot_be_measured_is_a_warning(lm):
+    found = compare(
+        Altered(lm, lambda out: out), workload=fixed_lengths(lm, 1, 3, 2), repeats=1, memory=True, show=False
+    )
+    assert found.rows[0].peak_bytes is None and "peak memory was not measured" in found.warnings[0]
+
+
+def test_a_changed_model_is_not_measured_as_the_original(lm, monkeypatch):
+    sent = {}
+
+    def run(command, input, **options):
+        sent.update(json.loads(input))
+        return subprocess.CompletedProcess(command, 1, "", "noise\nthe reason")
+
+    monkeypatch.setattr(probe_memory.subprocess, "run", run)
+    with pytest.raises(MinferError, match="the reason"):
+        peak_memory(CachedEngine(lm), fixed_lengths(lm, 1, 3, 2))
+    sent["weight_bytes"] -= 1
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(sent)))
+    with pytest.raises(SystemExit, match="was changed after it was loaded"):
+        probe_memory.main()
+
+
+# -- data and pictures ----------------------------------------------------------------------------------------------
+
+
+def test_results_survive_a_file(found, tmp_path):
+    path = found.save(tmp_path / "folder" / "run.json")
+    again = load(path)
+    assert again == found and again.recorded and again.title.startswith("Recorded on 20")
+    assert [file.name for file in path.parent.iterdir()] == ["run.json"]  # no temporary file is left
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert again.save(path) and load(path) == found  # and it can be replaced
+
+
+def test_results_edited_by_hand_are_noticed(found, tmp_path):
+    data = to_dict(found)
+    data["rows"][0]["tokens_per_s"] *= 2
+    with pytest.raises(InvalidParameter, match="do not match the hash"):
+        from_dict(data)
+    for change, complaint in (({"kind": "x"}, "something else"), ({"schema": 0}, "schema 0"), ({"rows": None}, "hash")):
+        with pytest.raises(InvalidParameter, match=complaint):
+            from_dict({**to_dict(found), **change})
+    with pytest.raises(InvalidParameter, match="a part is missing"):
+        from_dict({key: value for key, value in to_dict(found).items() if key != "workload"})
+    for content in (None, "no json", "[]"):
+        if content is not None:
+            (tmp_path / "odd.json").write_text(content)
+        with pytest.raises(InvalidParameter, match=r"odd\.json"):
+            load(tmp_path / "odd.json")
+
+
+def test_recorded_runs_are_found_beside_the_notebooks(found, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found.save("results/some_run.json")
+    assert load_recorded("some_run") == found
+    with pytest.raises(InvalidParameter, match="some_run"):
+        load_recorded("other_run")
+
+
+def test_text_and_html_hold_the_same_cells(found):
+    columns, rows = draw.table(found)
+    assert "peak memory" not in [column.heading for column in columns]  # nobody has a figure for it
+    text, html = str(found), found._repr_html_()
+    for row, cells in rows:
+        for cell in filter(None, [row.engine, *cells]):
+            assert cell in text and cell in html
+    assert html.count("<tr") == 1 + len(rows) and "torch 2" in text and found.title in text
+
+
+def test_unknown_figures_stay_empty():
+    row = Row("nothing known")
+    assert [column.cell(row) for column in draw.COLUMNS] == [""] * len(draw.COLUMNS)
+    assert draw.bytes_text(None) == "" and draw.bytes_text(0) == "0 B" and draw.bytes_text(1536) == "1.50 KiB"
+    assert draw.bytes_text(3 << 40) == "3,072 GiB"
+
+
+def test_a_picture_is_drawn_the_same_every_time(found, tmp_path):
+    pictures = [tmp_path / name for name in ("one.svg", "two.svg")]
+    for picture in pictures:
+        found.plot(save=picture)
+    content = pictures[0].read_bytes()
+    assert content == pictures[1].read_bytes() and b"<dc:date>" not in content and content.startswith(b"<?xml")
+    assert "cached" in found.plot().alt
+    found.plot(save=tmp_path / "bars.png")
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+# -- the ladder -----------------------------------------------------------------------------------------------------
+
+
+def test_the_ladder_has_every_rung(lm, capsys):
+    found = ladder(lm, workload=fixed_lengths(lm, 1, 3, 2), repeats=1)
+    assert [row.engine for row in found.rows] == [rung.label for rung in rungs.RUNGS if rung.in_ladder]
+    assert not found.warnings and all(row.engine in capsys.readouterr().out for row in found.rows[:1])
+    some = ladder(lm, ["cached", "HF generate"], fixed_lengths(lm, 1, 3, 2), repeats=1, show=False)
+    assert [row.engine for row in some.rows] == ["cached", "HF generate"]
+
+
+def test_rungs_make_the_engines_they_name(lm):
+    for rung in rungs.RUNGS:
+        engine = make_engine(rung.name, lm, max_model_len=64)
+        assert engine.max_model_len == 64 and all(getattr(engine, key) == value for key, value in rung.options.items())
+        assert engine.name == rung.label or not rung.in_ladder
+    assert rungs.find("HF padded batch").name == "hf-batch" and rungs.newest() == rungs.names()[-1]
+    with pytest.raises(InvalidParameter, match="there are `hf`"):
+        make_engine("warp", lm)
+
+
+def test_an_engine_that_refuses_the_model_is_left_out_with_its_reason(lm, monkeypatch):
+    def refuse(self, lm, **options):
+        raise UnsupportedModel("it has no attention.")
+
+    monkeypatch.setattr(CachedEngine, "__init__", refuse)
+    found = ladder(lm, ["naive", "cached"], fixed_lengths(lm, 1, 3, 2), repeats=1, show=False)
+    assert [row.engine for row in found.rows] == ["naive"]
+    assert "cached left out: it has no attention." in found.notes
+    with pytest.raises(UnsupportedModel, match="no attention"):
+        ladder(lm, ["cached"], fixed_lengths(lm, 1, 3, 2), show=False)
+
+
+def test_the_ladder_gives_long_workloads_room():
+    lm = load_model("tiny-random", device="cpu")
+    lm = LanguageModel(**{**vars(lm), "max_model_len": 4000})
+    found = ladder(lm, ["hf"], fixed_lengths(lm, 1, 2060, 3), repeats=1, show=False)
+    assert found.rows[0].metrics.output_tokens == 3 and not found.warnings
+
+
+def test_no_module_hides_a_function_of_its_name():
+    modules = {path.stem for path in Path(bench.__file__).parent.glob("*.py")}
+    assert not modules & set(bench.__all__) and set(dir(bench)) == set(bench.__all__)
+    assert all(getattr(bench, name) is not None for name in bench.__all__)
+    with pytest.raises(AttributeError, match="nothing_of_that_name"):
+        bench.nothing_of_that_name  # noqa: B018

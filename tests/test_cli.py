@@ -1,0 +1,333 @@
+"""The command line: answers on standard output, everything else on standard error, one sentence for each mistake."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from minfer_lib import __main__ as cli
+from minfer_lib import packaged
+from minfer_lib.bench.cli import home_as_tilde
+from minfer_lib.bench.rungs import make_engine, names
+from minfer_lib.errors import GenerationFailed, MinferError, PromptTooLong
+from minfer_lib.loading import LanguageModel, load_model
+from minfer_lib.params import SamplingParams
+
+TINY = ("--model", "tiny-random", "--device", "cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return load_model("tiny-random", device="cpu")
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command in this process -> (exit code, standard output, standard error)."""
+
+    def run(*arguments):
+        code = cli.main(arguments)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """Lets `input` return these lines and then end; an exception among them is raised."""
+
+    def typed(*lines):
+        rest = iter(lines)
+
+        def answer(prompt=""):
+            line = next(rest, EOFError())
+            if isinstance(line, BaseException):
+                raise line
+            return line
+
+        monkeypatch.setattr("builtins.input", answer)
+
+    return typed
+
+
+def expected(lm, prompt, **params) -> str:
+    return make_engine("cached", lm).generate(prompt, SamplingParams(**params))[0].text
+
+
+# -- generate -------------------------------------------------------------------------------------------------------
+
+
+def test_generate_prints_the_answer_in_the_chat_template_and_nothing_else(lm, run):
+    code, out, err = run("generate", "Hello", *TINY, "--max-tokens", "12")
+    assert code == 0 and out == expected(lm, lm.chat("Hello"), max_tokens=12) + "\n"
+    assert "cut off at the longest length" in err and out.strip() not in err
+
+
+def test_raw_text_and_a_system_message(lm, run):
+    assert (
+        run("generate", "Hello", *TINY, "--raw", "--max-tokens", "9")[1] == expected(lm, "Hello", max_tokens=9) + "\n"
+    )
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    said = run("generate", "Hello", *TINY, "--system", "Be brief.", "--max-tokens", "9")[1]
+    assert said == expected(lm, lm.chat(messages), max_tokens=9) + "\n"
+
+
+@pytest.mark.parametrize("engine", names())
+def test_every_engine_says_the_same(lm, run, engine):
+    code, out, _ = run("generate", "Hello", *TINY, "--engine", engine, "--max-tokens", "12")
+    assert code == 0 and out == expected(lm, lm.chat("Hello"), max_tokens=12) + "\n" and len(out) > 5
+
+
+def test_sampling_options_arrive(lm, run):
+    options = ["--max-tokens", "10", "--temperature", "0.9", "--top-k", "20", "--top-p", "0.8", "--min-p", "0.01"]
+    out = run("generate", "Hello", *TINY, *options, "--seed", "5", "--repetition-penalty", "1.2")[1]
+    params = dict(max_tokens=10, temperature=0.9, top_k=20, top_p=0.8, min_p=0.01, seed=5, repetition_penalty=1.2)
+    assert out == expected(lm, lm.chat("Hello"), **params) + "\n"
+    assert out != run("generate", "Hello", *TINY, *options, "--seed", "6", "--repetition-penalty", "1.2")[1]
+
+
+def test_stop_strings_arrive(lm, run):
+    text = expected(lm, "Hello", max_tokens=12)
+    out = run("generate", "Hello", *TINY, "--raw", "--max-tokens", "12", "--stop", "\0never", "--stop", text[3:5])[1]
+    assert out == text[: text.index(text[3:5])] + "\n"
+
+
+def test_json_is_one_record(lm, run):
+    code, out, err = run("generate", "Hello", *TINY, "--json", "--max-tokens", "6", "--raw")
+    record = json.loads(out)
+    assert code == 0 and err == "" and out.count("\n") == 1
+    assert record["text"] == expected(lm, "Hello", max_tokens=6) and len(record["token_ids"]) == 6
+    assert record["model"] == "tiny-random" and record["finish_reason"] == "length" and record["prompt_tokens"] == 5
+    assert 0 < record["ttft_ms"] <= record["e2e_ms"] and record["tpot_ms"] > 0 and record["error"] is None
+
+
+def test_stats_go_to_standard_error(run):
+    code, out, err = run("generate", "Hello", *TINY, "--max-tokens", "6", "--stats")
+    assert code == 0 and "(cached: 6 tokens, the first after" in err and "tokens" not in out
+
+
+def test_the_prompt_may_come_from_standard_input(lm, run, monkeypatch, tmp_path):
+    (tmp_path / "prompt").write_text("From a file")
+    with open(tmp_path / "prompt") as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        out = run("generate", "-", *TINY, "--max-tokens", "6")[1]
+    assert out == expected(lm, lm.chat("From a file"), max_tokens=6) + "\n"
+
+
+def test_a_model_without_tokenizer_takes_and_gives_ids(lm, run, monkeypatch):
+    monkeypatch.setattr("minfer_lib.loading.load_model", lambda *a, **k: LanguageModel.of(lm.model, None, "ids only"))
+    code, out, _ = run("generate", "72, 101 108", "--max-tokens", "4")
+    ids = make_engine("cached", lm).generate([72, 101, 108], SamplingParams(max_tokens=4))[0].token_ids
+    assert code == 0 and out.split() == [str(i) for i in ids]
+    code, out, err = run("generate", "Hello")
+    assert code == 2 and out == "" and "a list of token ids" in err
+
+
+# -- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["generate", "x", "--model", "no-such-model"], "no model `no-such-model`"),
+        (["generate", "x", *TINY, "--temperature", "-1"], "temperature"),
+        (["generate", "x", *TINY, "--max-tokens", "0"], "max_tokens"),
+        (["generate", "x", *TINY, "--dtype", "float8"], "dtype"),
+        (["generate", "", *TINY, "--raw"], "no tokens"),
+        (["generate", "x" * 3000, *TINY, "--raw"], "leaves no room"),
+        (["bench", "ladder", *TINY, "--engines", "warp"], "'warp'"),
+        (["bench", "ladder", *TINY, "--batch", "0"], "start at 1"),
+        (["bench", "show", "no-such-file.json"], "no-such-file.json"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(run, arguments, complaint):
+    code, out, err = run(*arguments)
+    assert code == 2 and out == "" and err.startswith("minfer: ") and complaint in err
+    assert err.count("\n") == 1 and "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [[], ["generate"], ["generate", "x", "--engine", "warp"], ["bench"], ["no"]])
+def test_bad_usage_is_explained(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(arguments)
+    assert exit.value.code == 2 and "usage: python -m minfer_lib" in capsys.readouterr().err
+
+
+def test_a_bad_environment_is_a_mistake_too(run, monkeypatch):
+    def check():
+        raise MinferError("torch is too old.")
+
+    monkeypatch.setattr(cli, "check_versions", check)
+    assert run("info") == (2, "", "minfer: torch is too old.\n")
+
+
+class Streaming:
+    """An engine whose stream is what the test says, and that notes whether it was closed."""
+
+    name, max_model_len = "streaming", 2048
+
+    def __init__(self, pieces):
+        self.pieces, self.closed, self.prompts = pieces, 0, []
+
+    def stream(self, prompt, params):
+        self.prompts.append(prompt)
+        try:
+            for piece in self.pieces:
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+        finally:
+            self.closed += 1
+
+
+@pytest.fixture
+def with_engine(monkeypatch):
+    def use(pieces):
+        engine = Streaming(pieces)
+        monkeypatch.setattr(cli, "make_engine", lambda name, lm: engine)
+        return engine
+
+    return use
+
+
+def some_pieces(lm):
+    return list(make_engine("cached", lm).stream("Hello", SamplingParams(max_tokens=5)))
+
+
+def test_ctrl_c_ends_an_answer_cleanly(lm, run, with_engine):
+    pieces = some_pieces(lm)
+    engine = with_engine([*pieces[:2], KeyboardInterrupt(), *pieces[2:]])
+    code, out, err = run("generate", "Hello", *TINY)
+    assert code == 130 and out == pieces[0].text + pieces[1].text + "\n" and err == "(stopped)\n"
+    assert engine.closed == 1
+
+
+def test_ctrl_c_while_loading_ends_quietly(run, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("minfer_lib.loading.load_model", interrupted)
+    assert run("generate", "Hello") == (130, "", "\n")
+
+
+def test_a_failure_in_the_middle_is_one_sentence(lm, run, with_engine):
+    with_engine([*some_pieces(lm)[:2], GenerationFailed("the model broke.")])
+    code, out, err = run("generate", "Hello", *TINY)
+    assert code == 2 and err.strip() == "minfer: the model broke." and out
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "minfer_lib", "generate", "Hello", *TINY, "--max-tokens", "200"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )  # fmt: skip
+    process.stdout.close()  # before the first token, as `head -c 0` would
+    said = process.stderr.read().decode()
+    assert process.wait() == 141 and "Traceback" not in said and "BrokenPipe" not in said
+
+
+# -- chat -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_remembers_and_forgets(lm, run, typed, with_engine):
+    engine = with_engine(some_pieces(lm))
+    answer = "".join(piece.text for piece in engine.pieces)
+    typed("One", "", "Two", "/reset", "Three", "/what", "/exit", "Never")
+    code, out, err = run("chat", *TINY, "--system", "Be brief.")
+    assert code == 0 and out == (answer + "\n") * 3 and err.count("/reset forgets") == 2
+    system = {"role": "system", "content": "Be brief."}
+    one, two, three = ({"role": "user", "content": text} for text in ("One", "Two", "Three"))
+    assert engine.prompts == [
+        lm.chat([system, one]),
+        lm.chat([system, one, {"role": "assistant", "content": answer}, two]),
+        lm.chat([system, three]),
+    ]
+
+
+def test_a_chat_ends_with_the_input(lm, run, typed):
+    typed("Hello")
+    code, out, _ = run("chat", *TINY, "--max-tokens", "12")
+    assert code == 0 and out == expected(lm, lm.chat("Hello"), max_tokens=12) + "\n" and len(out) > 5
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(lm, run, typed, with_engine):
+    pieces = some_pieces(lm)
+    engine = with_engine([*pieces[:2], KeyboardInterrupt()])
+    typed(KeyboardInterrupt(), "One", "Two")
+    code, out, err = run("chat", *TINY)
+    said = pieces[0].text + pieces[1].text
+    assert code == 0 and out == (said + "\n") * 2 and err.count("(stopped)") == 2 and err.count("Ctrl-D ends") == 2
+    assert {"role": "assistant", "content": said} and said in lm.decode(
+        engine.prompts[1]
+    )  # what was said is remembered
+
+
+def test_a_message_that_fails_does_not_end_the_chat(run, typed):
+    typed("x" * 5000, "Hello")
+    code, out, err = run("chat", *TINY, "--max-tokens", "4")
+    assert code == 0 and "Send a shorter one" in err and out.count("\n") >= 1
+
+
+def test_old_turns_make_room(lm, capsys):
+    turns = [{"role": role, "content": text * 60} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
+    turns.append({"role": "user", "content": "e" * 60})
+    everything = len(lm.chat(turns))
+    assert cli.fitting(lm, [], turns, everything + 10, 10) == (lm.chat(turns), turns)
+    assert capsys.readouterr().err == ""
+    system = [{"role": "system", "content": "s"}]
+    prompt, kept = cli.fitting(lm, system, turns, everything - 1, 10)
+    assert kept == turns[2:] and prompt == lm.chat(system + kept)
+    assert "the 2 oldest messages are forgotten" in capsys.readouterr().err
+    with pytest.raises(PromptTooLong, match="Send a shorter one"):
+        cli.fitting(lm, system, turns, 60, 10)
+
+
+def test_chat_needs_a_template(lm, run, typed, monkeypatch):
+    monkeypatch.setattr(type(lm.tokenizer), "chat_template", None, raising=False)
+    bare = load_model("tiny-random", device="cpu")
+    bare.tokenizer.chat_template = None
+    monkeypatch.setattr("minfer_lib.loading.load_model", lambda *a, **k: bare)
+    code, _, err = run("chat")
+    assert code == 2 and "no chat template" in err
+
+
+# -- info and bench -------------------------------------------------------------------------------------------------
+
+
+def test_info_shows_no_private_path(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("MINFER_FAST", "1")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MINFER_CACHE", str(tmp_path / "models"))
+    code, out, err = run("info")
+    assert code == 0 and err == "" and str(tmp_path) not in out and os.path.join("~", "models") in out
+    assert torch.__version__ in out and "GB/s" in out and packaged.MODEL_NAME in out
+
+
+def test_home_as_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert home_as_tilde("/home/me/.cache/minfer") == "~/.cache/minfer" and home_as_tilde("/home/me") == "~"
+    assert home_as_tilde("/home/mean/x") == "/home/mean/x" and home_as_tilde("/srv/models") == "/srv/models"
+    monkeypatch.setenv("HOME", "/")
+    assert home_as_tilde("/srv/models") == "/srv/models"
+
+
+def test_ladder_is_printed_kept_and_drawn(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("MINFER_FAST", "1")
+    files = ["--json", str(tmp_path / "run.json"), "--svg", str(tmp_path / "run.svg")]
+    size = ["--batch", "2", "--prompt-len", "8", "--output-len", "4"]
+    code, out, _ = run("bench", "ladder", *TINY, "--engines", "hf, cached", *size, *files)
+    assert code == 0 and "HF generate" in out and "cached" in out and "naive" not in out and "fast mode" in out
+    assert (tmp_path / "run.svg").read_text().startswith("<?xml")
+    code, shown, _ = run("bench", "show", str(tmp_path / "run.json"))
+    assert code == 0 and shown.startswith("Recorded on ") and shown.split("\n")[1:] == out.split("\n")[1:]

@@ -1,0 +1,212 @@
+"""Every plot: its labels are on the card and apart from each other, and its captions are computed from the data."""
+
+import functools
+import itertools
+import warnings
+from unittest import mock
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+
+from minfer_lib.learn import plots
+from minfer_lib.learn.plots.memory import spread
+from minfer_lib.learn.plots.profile import shortened
+from minfer_lib.learn.plots.tokens import visible
+from minfer_lib.learn.style import Picture
+
+GIB = 2**30
+STEP = ("decode", 1, 0.018)
+LENGTHS = list(range(16, 512, 16))
+KING = ["once", "upon", "a", "time", "there", "was", "a", "king"]
+BEFORE, KEPT = [0.5, 0.3, 0.15, 0.05], [0.62, 0.38, 0, 0]
+WORDS = ["<|im_start|>", "user", "\n", "The", " cat", " cost", " $", "5", " é", "日本", " comfortable", " $x_1$", "\t"]
+
+EXAMPLES = {
+    "token_boxes": lambda: plots.token_boxes(WORDS * 3, list(range(1, 40)), special=[1]),
+    "token_boxes without ids": lambda: plots.token_boxes(["The", " cat"]),
+    "top_tokens": lambda: plots.top_tokens(WORDS, [0.4, 0.2, 0.1, 0.05, 0.0004] + [0.01] * 8, chosen=0),
+    "filtered_bars, min_p": lambda: plots.filtered_bars(
+        WORDS[:4], [0.5, 0.3, 0.15, 0.05], [0.62, 0.38, 0, 0], cut_probability=0.2
+    ),
+    "filtered_bars, top_k": lambda: plots.filtered_bars(
+        WORDS[:4], [0.5, 0.3, 0.15, 0.05], [1.0, 0, 0, 0], cut_rank=1, width=4.7
+    ),
+    "filtered_bars, top_p": lambda: plots.filtered_bars(
+        WORDS[:4], [0.5, 0.3, 0.15, 0.05], [0.62, 0.38, 0, 0], cumulative=True
+    ),
+    "memory_stack": lambda: plots.memory_stack(
+        {"fp32": {"weights": 28e9, "KV cache": 2e9}, "int8": {"weights": 7e9, "KV cache": 1e9, "activations": 3e8}},
+        budgets={"16 GiB": 16 * GIB, "8 GiB": 8 * GIB},
+    ),
+    "kv_growth": lambda: plots.kv_growth(
+        {"32 KV heads": 524288, "8 KV heads": 131072, "4 KV heads": 65536},
+        lengths=[0, 4096],
+        mark=2048,
+        budget=1.5 * GIB,
+    ),
+    "kv_growth, plain": lambda: plots.kv_growth({"this model": 46080}, lengths=[0, 2048], budget=500 * GIB),
+    "roofline": lambda: plots.roofline(
+        1e15, 4e12, {"decode": (1, 2e12), "batch 64": (60, None), "prefill": (2000, 6e14)}
+    ),
+    "roofline of a CPU": lambda: plots.roofline(3e11, 27e9, {"decode": (0.5, 9e9), "prefill": (200, 2.2e11)}),
+    "time_by_operator": lambda: plots.time_by_operator(
+        ["aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu", *(f"aten::op{n}" for n in range(12))],
+        [60, 10, *range(12, 0, -1)],
+        ["products", "attention"] + ["other"] * 12,
+    ),
+    "prefill_decode_timeline": lambda: plots.prefill_decode_timeline([("prefill", 256, 0.35)] + [STEP] * 30),
+    "timeline with a queue": lambda: plots.prefill_decode_timeline(
+        [("prefill", 8, 0.03), ("prefill", 8, 0.03), ("decode", 1, 0.028)], queue_s=0.05
+    ),
+    "step_times, one": lambda: plots.step_times({"naive": (LENGTHS, [20 + 0.4 * n for n in LENGTHS])}),
+    "step_times, three": lambda: plots.step_times(
+        {
+            "naive": (LENGTHS, [20 + 0.4 * n for n in LENGTHS]),
+            "cached": (LENGTHS, [30.0] * len(LENGTHS)),
+            "hf generate": (LENGTHS, [31.0] * len(LENGTHS)),
+        },
+        fit={"naive": 2, "cached": 1},
+        title="A finding",
+    ),
+    "gain_vs_length": lambda: plots.gain_vs_length([16, 64, 256], [0.9, 1.7, 5.4], engine="cached", over="naive"),
+    "bars_by_engine": lambda: plots.bars_by_engine({"hf generate": 13.0, "naive": 2.0, "fast": 120.0}, unit="tokens/s"),
+    "curves": lambda: plots.curves([1, 2, 4], {"a": [1, np.nan, 3], "b": [3, 2, 1]}, xlabel="x", ylabel="y"),
+    "curves, logarithmic": lambda: plots.curves(
+        [1, 32, 1024], {"step": [3.5, 3.5, 14.3]}, xlabel="requests", ylabel="ms", log_x=True, log_y=True
+    ),
+    "recomputed_keys": lambda: plots.recomputed_keys(prompt=5, steps=6),
+    "recomputed_keys, many": lambda: plots.recomputed_keys(prompt=60, steps=40),
+    "causal_mask": lambda: plots.causal_mask(3, 8),
+    "causal_mask, words": lambda: plots.causal_mask(3, 8, key_labels=KING, query_labels=KING[-3:], window=4),
+    "cache_fill": lambda: plots.cache_fill([12, 30, 7], 48),
+    "cache_fill, long": lambda: plots.cache_fill([300, 1200], [2048, 4096], bytes_per_token=46080, labels=["a", "b"]),
+    "head_groups": lambda: plots.head_groups(28, 4),
+}
+
+
+def drawn_texts(figure: Picture) -> list[tuple[Text, Bbox]]:
+    """Every text that is really drawn, with the box that it takes in pixels."""
+    found, draw = [], Text.draw
+
+    def record(text: Text, renderer: object) -> None:
+        draw(text, renderer)
+        if text.get_visible() and text.get_text().strip():
+            found.append((text, text.get_window_extent(renderer)))
+
+    FigureCanvasAgg(figure)
+    with mock.patch.object(Text, "draw", record):
+        figure.canvas.draw()
+    return found
+
+
+@functools.cache
+def made(name: str) -> tuple[Picture, bytes]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a glyph that the font lacks, a layout that failed
+        figure = EXAMPLES[name]()
+        return figure, figure.png()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_labels_are_inside_of_the_card_and_do_not_cover_each_other(name):
+    figure, _ = made(name)
+    texts = drawn_texts(figure)
+    width, height = figure.get_size_inches() * figure.dpi
+    assert texts
+    for text, box in texts:
+        inside = box.x0 >= 3 and box.y0 >= 3 and box.x1 <= width - 3 and box.y1 <= height - 3
+        assert "\\math" not in text.get_text(), "a tick label that only a formula could draw"
+        assert inside, f"{text.get_text()!r} leaves the card: {box}"
+    upright = [(text, box) for text, box in texts if text.get_rotation() in (0, 90)]
+    for (a, one), (b, other) in itertools.combinations(upright, 2):
+        shared_x = min(one.x1, other.x1) - max(one.x0, other.x0)
+        shared_y = min(one.y1, other.y1) - max(one.y0, other.y0)
+        assert shared_x < 2 or shared_y < 3, f"{a.get_text()!r} and {b.get_text()!r} overlap"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_pictures_are_small_and_say_what_they_show(name):
+    figure, png = made(name)
+    assert len(png) < 60_000
+    assert len(figure.alt) > 10 and repr(figure) == figure.alt
+
+
+def head(figure: Picture) -> str:
+    return figure.texts[0].get_text()
+
+
+def test_recomputed_keys_counts_what_it_draws():
+    for prompt, steps in ((5, 6), (1, 1), (7, 3)):
+        figure = plots.recomputed_keys(prompt, steps)
+        repeated, new = (len(squares.get_paths()) for squares in figure.axes[0].collections)
+        lengths = [prompt + step for step in range(steps)]
+        assert new == lengths[-1] and new + repeated == sum(lengths)
+        assert head(figure) == f"{new} new, {repeated} repeated"
+    assert head(plots.recomputed_keys(prompt=5, steps=6)) == "10 new, 35 repeated"
+
+
+@pytest.mark.parametrize(
+    ("q", "kv", "window", "seen"), [(3, 8, None, 21), (4, 4, None, 10), (1, 9, None, 9), (3, 8, 4, 12)]
+)
+def test_causal_mask_ends_in_the_bottom_right_corner(q, kv, window, seen):
+    mask = np.ones((q, kv), dtype=bool)
+    mask = np.tril(mask, kv - q) & ~np.tril(mask, kv - q - (window or kv + q))
+    assert mask.sum() == seen
+    assert head(plots.causal_mask(q, kv, window=window)) == f"{q} new of {kv} tokens: {seen} of {q * kv} pairs are seen"
+
+
+def test_the_mistaken_mask_hides_what_came_before():
+    assert head(plots.causal_mask(3, 8, bottom_right=False)) == "3 new of 8 tokens: 6 of 24 pairs are seen"
+
+
+def test_captions_are_computed():
+    assert head(plots.cache_fill([12, 30, 7], 48)) == "95 of 144 reserved tokens hold nothing: 66%"
+    assert "201 MiB" in head(plots.cache_fill([300, 1200, 77], 2048, bytes_per_token=46080))
+    assert head(plots.token_boxes(["ab", "c"], [7, 8])) == "2 tokens, 3 characters"
+    assert head(plots.token_boxes(["<s>", "abc"], [1, 8], special={1})) == "2 tokens, 3 characters"
+    assert head(plots.head_groups(9, 3)) == "9 query heads read 3 KV heads, 3 share each"
+    stack = plots.memory_stack({"a": {"weights": 9 * GIB}, "b": {"weights": 7 * GIB}}, budgets={"8 GiB": 8 * GIB})
+    assert head(stack) == "1 of 2 fit into 8 GiB"
+    growth = plots.kv_growth({"32": 524288, "8": 131072}, lengths=[0, 4096], mark=2048)
+    assert head(growth) == "At 2,048 tokens the cache takes 1.00 GiB or 256 MiB"
+    roof = plots.roofline(1e15, 4e12, {"decode": (1, None)})
+    assert head(roof) == "Below 250 FLOP for each byte, this machine waits for memory"
+    bars = plots.filtered_bars(["a", "b", "c"], [0.5, 0.3, 0.2], [0.625, 0.375, 0.0])
+    assert head(bars) == "2 of 3 tokens kept; they had 80.0%"
+    assert head(plots.filtered_bars(["a", "b"], [0.5, 0.5], [0.9, 0.1])) == "All 2 tokens kept"
+
+
+def test_timeline_tells_ttft_from_tpot():
+    figure = plots.prefill_decode_timeline(
+        [("prefill", 8, 0.1), ("prefill", 8, 0.1)] + [("decode", 1, 0.05)] * 4, queue_s=0.3
+    )
+    texts = " ".join(t.get_text() for t in figure.axes[0].texts)
+    assert "TTFT 500 ms" in texts and "4 steps, TPOT 50.0 ms" in texts
+    assert head(figure) == "The first token took as long as 10.0 later ones"
+
+
+def test_fitted_curves_write_their_formula():
+    figure = plots.step_times({"naive": ([10, 20, 40], [7.0, 9.0, 13.0])}, fit=1)
+    assert figure.alt == "step time: naive fit: 5 + 0.2 n ms"
+    square = plots.step_times({"naive": ([1, 2, 3, 4], [2 - n + 3 * n * n for n in (1, 2, 3, 4)])}, fit=2)
+    assert square.alt == "step time: naive fit: 2 − 1 n + 3 n² ms"
+    assert plots.step_times({"naive": ([1, 2], [1, 2])}, fit=2).alt == "step time: naive not fitted"
+
+
+def test_profile_shares_count_what_is_not_drawn():
+    figure = plots.time_by_operator(["a", "b", "c"], [50, 30, 20], most=1)
+    assert figure.alt == "time: a 50%, 2 others 50%"
+
+
+def test_tokens_are_made_visible():
+    assert visible(" a\n") == "·a↵"
+    assert visible("日") == "U+65E5" and visible("\x00") == "U+0000"
+    assert len(visible("x" * 100)) == 24
+
+
+def test_labels_are_spread_upwards_in_order():
+    assert spread([5.0, 5.0, 0.0], 1.0) == [5.0, 6.0, 0.0]
+    assert shortened("a" * 50) == "a" * 19 + "…" + "a" * 10

@@ -1,0 +1,396 @@
+"""Every kind of model name, and every way in which one can be wrong: a model that is right, or one clear sentence."""
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from families import BASE, hf_generate
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from minfer_lib import CachedEngine, LanguageModel, MinferError, NaiveEngine, SamplingParams, load_model
+from minfer_lib.errors import (
+    BadEnvironment,
+    DeviceNotAvailable,
+    InvalidParameter,
+    InvalidPrompt,
+    ModelNotFound,
+    UnsupportedModel,
+)
+from minfer_lib.loading import check_causal, has_softcap, position_limit
+from minfer_lib.shapes import SHAPES, shape_config
+
+
+def edit(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def save_random(folder: Path, model_type: str, **values: object) -> Path:
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(BASE | values))).save_pretrained(folder)
+    return folder
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_tiny_random_is_the_same_each_time_and_leaves_torchs_seed_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    one, other = load_model("tiny-random"), load_model("TINY-random")
+    assert torch.equal(torch.rand(3), expected)
+    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs) and one.name == "tiny-random"
+    assert (one.eos_ids, one.max_model_len, one.vocab_size) == (frozenset({258}), 2048, 259)
+    assert not one.model.training and not any(p.requires_grad for p in one.model.parameters())
+
+
+def test_tiny_random_encodes_every_byte(tiny: LanguageModel):
+    text = "".join(map(chr, range(256))) + "你👍"
+    assert tiny.encode(text) == list(text.encode()) and tiny.decode(list(text.encode())) == text
+
+
+def test_a_folder_is_loaded_as_it_was_saved(tiny: LanguageModel, folder: Path):
+    lm = load_model(folder)
+    assert lm.name == "model" and repr(lm) == "LanguageModel(model, float32 on cpu)"
+    assert all(torch.equal(a, b) for a, b in zip(lm.model.parameters(), tiny.model.parameters(), strict=True))
+    assert (lm.eos_ids, lm.max_model_len, lm.vocab_size) == (tiny.eos_ids, tiny.max_model_len, tiny.vocab_size)
+    assert lm.encode("né") == tiny.encode("né") and lm.chat("Hi") == tiny.chat("Hi")
+    assert not lm.model.training and not any(p.requires_grad for p in lm.model.parameters())
+
+
+def test_a_folder_as_text_relative_and_from_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder.parent)
+    for name in (str(folder), "model", "./model", "model/"):
+        assert load_model(name).name == "model"
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert load_model("~/model").name == "model"
+    monkeypatch.setenv("MINFER_MODEL", str(folder))
+    assert load_model().name == "model"
+    assert load_model("tiny-random").name == "tiny-random"  # the argument wins
+
+
+def test_the_packaged_model_is_the_default(smollm2: LanguageModel, monkeypatch: pytest.MonkeyPatch):
+    assert (smollm2.name, smollm2.vocab_size, smollm2.eos_ids) == ("SmolLM2-135M-Instruct", 49152, frozenset({2}))
+    assert smollm2.max_model_len == 8192 and smollm2.dtype == torch.float32
+    asked = []
+    monkeypatch.setattr("minfer_lib.packaged.packaged_model", lambda: asked.append(1) or (_ for _ in ()).throw(
+        ModelNotFound("asked for the package")))  # fmt: skip
+    monkeypatch.setenv("MINFER_MODEL", "")  # set, but empty: as if it were not
+    for name in (None, "SmolLM2-135M-Instruct", "smollm2-135m-instruct"):
+        with pytest.raises(ModelNotFound, match="asked for the package"):
+            load_model(name)
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_the_sizes_they_are_named_after(name: str):
+    """Number of parameters against the published one, counted on the meta device, and no rotary surprises."""
+    config = shape_config(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    billions = {
+        "smollm2-135m": 0.1345, "qwen2.5-0.5b": 0.494, "qwen2.5-1.5b": 1.5437, "qwen2.5-7b": 7.6156,
+        "qwen3-0.6b": 0.596, "llama-3.2-1b": 1.2358, "llama-3.1-8b": 8.0303, "llama-2-7b": 6.7384,
+        "mistral-7b": 7.248,
+    }[name]  # fmt: skip
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert config.rope_parameters["rope_theta"] >= 10_000
+    assert config.rope_parameters["rope_type"] == ("llama3" if "llama-3" in name else "default")
+    assert position_limit(config) == config.max_position_embeddings
+
+
+def test_a_shape_serves_ids_alone():
+    lm = load_model("shape:SmolLM2-135M", dtype="bfloat16")
+    assert lm.name == "shape:smollm2-135m" and lm.dtype == torch.bfloat16 and lm.tokenizer is None
+    output = CachedEngine(lm, max_model_len=16).generate([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))[0]
+    assert len(output.token_ids) == 2 and output.text == ""
+
+
+@pytest.mark.parametrize("name", ["shape:qwen", "shape:", "shape:gpt-4"])
+def test_an_unknown_shape_names_those_there_are(name: str):
+    with pytest.raises(ModelNotFound, match=r"`llama-2-7b`.*`qwen2\.5-7b`"):
+        load_model(name)
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "./no/such/folder", "/no/such", "a/b/c", "~/nothing-here", "tiny"])
+def test_no_such_folder_and_no_such_name(name: str):
+    with pytest.raises(ModelNotFound, match=r"no such folder.*`tiny-random`.*hub id") as caught:
+        load_model(name)
+    assert name in str(caught.value)
+
+
+def test_a_hub_id_without_a_network():
+    with pytest.raises(ModelNotFound, match=r"nobody/nothing could not be fetched.*Check the spelling.*network"):
+        load_model("nobody/nothing")
+
+
+# -- device and dtype -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:7", torch.device("cuda")])
+def test_cuda_asked_for_and_absent(device, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceNotAvailable, match=r"device='cuda.*device='cpu'.*pytorch\.org"):
+        load_model("tiny-random", device=device)
+
+
+def test_a_gpu_beyond_those_there_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(DeviceNotAvailable, match=r"'cuda:2' was asked for.*sees 2 GPUs"):
+        load_model("tiny-random", device="cuda:2")
+
+
+def test_mps_asked_for_and_absent(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(DeviceNotAvailable, match="no Apple GPU"):
+        load_model("tiny-random", device="mps")
+
+
+@pytest.mark.parametrize("device", ["gpu", "CUDA 0", "", "meta", "xla", 1.5])
+def test_devices_that_are_none(device):
+    with pytest.raises(InvalidParameter, match=r"is not possible.*cpu"):
+        load_model("tiny-random", device=device)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp32", "", torch.int8, torch.float64, 32])
+def test_dtypes_that_are_none(dtype):
+    with pytest.raises(InvalidParameter, match=r"dtype=.* is not possible.*`float32`, `bfloat16` or `float16`"):
+        load_model("tiny-random", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(None, torch.float32), ("bfloat16", torch.bfloat16), ("torch.float16", torch.float16), (torch.bfloat16,) * 2],
+)
+def test_dtype(folder: Path, dtype, expected: torch.dtype):
+    edit(folder / "config.json", dtype="bfloat16")
+    for name in ("tiny-random", folder):
+        lm = load_model(name, dtype=dtype, device="cpu")
+        assert lm.dtype == expected and {p.dtype for p in lm.model.parameters()} == {expected}
+
+
+# -- facts about a model ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        (dict(eos_token_id=0), 5, {0}),  # the classic `eos or default`
+        (dict(eos_token_id=[0, 7]), 5, {0, 7}),
+        (dict(temperature=0.5), 0, {0}),
+        (dict(temperature=0.5), [3, 4], {3, 4}),
+        (None, [3], {3}),
+        (None, None, set()),
+    ],
+)
+def test_eos_from_the_generation_config_else_the_config(folder: Path, generation, config, expected: set[int]):
+    edit(folder / "config.json", eos_token_id=config)
+    (folder / "generation_config.json").unlink()
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    lm = load_model(folder)
+    assert lm.eos_ids == expected
+    output = NaiveEngine(lm).generate([1], SamplingParams(max_tokens=3, logit_bias={0: 1e4}))[0]
+    assert output.token_ids == ([0] if 0 in expected else [0, 0, 0])
+
+
+def test_the_vocabulary_is_the_rows_of_the_embedding(tiny: LanguageModel, tmp_path: Path):
+    save_random(tmp_path, "llama", vocab_size=300)
+    tiny.tokenizer.save_pretrained(tmp_path)
+    lm = load_model(tmp_path)
+    assert lm.vocab_size == 300 > len(lm.tokenizer)
+    assert NaiveEngine(lm).generate([299], SamplingParams(max_tokens=1))[0].prompt_token_ids == [299]
+    with pytest.raises(InvalidPrompt, match="0 to 299"):
+        NaiveEngine(lm).generate([300])
+
+
+@pytest.mark.parametrize("leave", [(), ("tokenizer_config.json",)])
+def test_a_folder_without_tokenizer_files_serves_ids(folder: Path, leave: tuple[str, ...]):
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if file not in leave:
+            (folder / file).unlink(missing_ok=True)
+    lm = load_model(folder)
+    assert lm.tokenizer is None
+    output = CachedEngine(lm).generate([104, 105], SamplingParams(max_tokens=4, ignore_eos=True))[0]
+    assert output.text == "" and output.token_ids == hf_generate(lm, [104, 105], 4)
+    with pytest.raises(InvalidPrompt, match="model, which has no tokenizer"):
+        CachedEngine(lm).generate("hi")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "limit"),
+    [
+        ("llama", dict(max_position_embeddings=77), 77),
+        ("gpt2", dict(n_positions=55), 55),
+        ("mpt", dict(max_seq_len=66), 66),
+        ("mamba", {}, 2048),
+        ("phi3", dict(max_position_embeddings=64, original_max_position_embeddings=32, rope_parameters=dict(
+            rope_type="longrope", short_factor=[1.0] * 8, long_factor=[4.0] * 8, rope_theta=1e4,
+            original_max_position_embeddings=32)), 32),
+        ("llama", dict(max_position_embeddings=88, rope_parameters=dict(rope_type="dynamic", factor=4.0,
+                                                                          rope_theta=1e4)), 88),
+        ("gemma3_text", dict(max_position_embeddings=99), 99),  # one rotary embedding for each kind of layer
+    ],
+)  # fmt: skip
+def test_position_limit(model_type: str, values: dict, limit: int):
+    values = BASE | values if model_type == "phi3" else values
+    assert position_limit(AutoConfig.for_model(model_type, **values)) == limit
+
+
+def test_longrope_is_right_up_to_the_length_where_it_would_switch(tmp_path: Path):
+    """Beyond it other frequencies apply, and keys in a cache would no longer fit: that length is the limit."""
+    rope = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[4.0] * 8, rope_theta=1e4,
+                original_max_position_embeddings=32)  # fmt: skip
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("phi3", **(BASE | dict(
+        max_position_embeddings=64, original_max_position_embeddings=32, rope_parameters=rope)))  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    for p in model.parameters():
+        if p.ndim > 1:
+            torch.nn.init.normal_(p, std=0.25)
+    model.save_pretrained(tmp_path)
+    lm = load_model(tmp_path)
+    assert lm.max_model_len == 32
+    prompt = list(range(5, 25))
+    expected = hf_generate(lm, prompt, 12)
+    for engine in (NaiveEngine(lm), CachedEngine(lm, "own"), CachedEngine(lm, "hf")):
+        output = engine.generate(prompt, SamplingParams(max_tokens=99, ignore_eos=True))[0]
+        assert (output.token_ids, output.finish_reason) == (expected, "length")
+    with pytest.raises(InvalidParameter, match="from 2 to 32"):
+        NaiveEngine(lm, max_model_len=33)
+
+
+def test_softcap_runs_eager(family: Callable[[str], LanguageModel]):
+    """PyTorch's fused attention has no softcap; transformers 5.17 would leave it out without a word."""
+    gemma = family("gemma2")
+    assert has_softcap(gemma.model.config) and gemma.model.config._attn_implementation == "eager"
+    assert not has_softcap(family("llama").model.config)
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        capped = gemma.model(input_ids=ids).logits
+        layers = [layer.self_attn for layer in gemma.model.model.layers]
+        caps = [layer.attn_logit_softcapping for layer in layers]
+        try:
+            for layer in layers:
+                layer.attn_logit_softcapping = None
+            assert (gemma.model(input_ids=ids).logits - capped).abs().max() > 1e-2  # the cap matters to this model
+        finally:
+            for layer, cap in zip(layers, caps, strict=True):
+                layer.attn_logit_softcapping = cap
+
+
+# -- folders that are not right ---------------------------------------------------------------------------------------
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def written(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size // 2)
+
+
+def drop_a_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without("config.json"), "no config.json"),
+        (without("model.safetensors"), "no file named model.safetensors"),
+        (written("config.json", b"{"), "not a valid JSON"),
+        (written("model.safetensors", b""), "header"),
+        (written("model.safetensors", b"hello"), "header"),
+        (truncate, "incomplete"),
+        (written("tokenizer.json", b"{"), "line 1"),
+        (written("tokenizer.json", b"{}"), "could not be loaded"),
+        (lambda folder: edit(folder / "config.json", hidden_size="x"), "hidden_size"),
+        (lambda folder: edit(folder / "config.json", vocab_size=300), "mismatched"),
+        (lambda folder: edit(folder / "config.json", num_hidden_layers=3), r"9 of its tensors.*layers\.2\."),
+        (drop_a_tensor, r"1 of its tensors.*`model\.layers\.1\.mlp\.up_proj\.weight`.*random numbers"),
+    ],
+)
+def test_a_damaged_folder(folder: Path, damage: Callable[[Path], object], message: str):
+    damage(folder)
+    with pytest.raises(ModelNotFound, match=message) as caught:
+        load_model(folder)
+    assert "model" in str(caught.value) and str(caught.value).endswith(".")
+
+
+def test_a_package_that_a_folder_needs_and_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def missing(*args: object, **kwargs: object) -> None:
+        raise ImportError("this tokenizer requires sentencepiece")
+
+    monkeypatch.setattr("minfer_lib.loading.AutoTokenizer.from_pretrained", missing)
+    with pytest.raises(BadEnvironment, match=r"needs a package that is not installed.*sentencepiece"):
+        load_model(folder)
+
+
+# -- models that cannot be served -------------------------------------------------------------------------------------
+
+
+def test_an_architecture_that_transformers_does_not_know(folder: Path):
+    edit(folder / "config.json", model_type="from-the-future")
+    with pytest.raises(UnsupportedModel, match=r"model is not a decoder-only.*from-the-future"):
+        load_model(folder)
+
+
+def test_an_encoder_decoder(tmp_path: Path):
+    AutoConfig.for_model("t5", d_model=8, num_layers=1, vocab_size=20).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="not a decoder-only language model"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "electra", "roformer", "xlnet", "xlm"])
+def test_a_model_that_sees_the_future(tmp_path: Path, model_type: str):
+    """transformers loads these as causal language models, with at most a warning, and they attend to both sides."""
+    values = dict(bert={}, roberta={}, electra={}, roformer={}, xlnet=dict(d_model=64, n_head=4, n_layer=2, d_inner=96),
+                  xlm=dict(emb_dim=64, n_layers=2, n_heads=4))[model_type]  # fmt: skip
+    if model_type in ("xlnet", "xlm"):
+        config = AutoConfig.for_model(model_type, vocab_size=50, **values)
+    else:
+        config = AutoConfig.for_model(model_type, **(BASE | values))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=f"{model_type}.*not a causal language model"):
+        load_model(tmp_path)
+
+
+def test_the_same_architecture_as_a_decoder_is_served(tmp_path: Path):
+    lm = load_model(save_random(tmp_path, "bert", is_decoder=True))
+    output = NaiveEngine(lm).generate([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))[0]
+    assert output.token_ids == hf_generate(lm, [5, 6, 7], 5)
+
+
+def test_a_model_that_needs_more_than_ids(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch):
+    def forward(self: object, **kwargs: object) -> None:
+        raise ValueError("You have to specify pixel_values")
+
+    monkeypatch.setattr(type(tiny.model), "forward", forward)
+    with pytest.raises(UnsupportedModel, match=r"cannot be run on token ids alone.*pixel_values"):
+        check_causal(tiny.model, "eyes")
+
+
+def test_accelerate_and_gguf_are_there():
+    """What `pyproject.toml` promises beside torch and transformers: loading straight to a GPU, and converting."""
+    assert importlib.util.find_spec("accelerate") and importlib.util.find_spec("gguf")
+
+
+def test_every_refusal_is_one_of_ours(tmp_path: Path):
+    for name in ("no-such", "shape:no-such", "no/such", str(tmp_path)):
+        with pytest.raises(MinferError) as caught:
+            load_model(name)
+        assert len(str(caught.value)) < 700 and "\n" not in str(caught.value)

@@ -1,0 +1,115 @@
+"""`SamplingParams`: what it refuses, that it says why, and what it makes of what it accepts."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from minfer_lib import MinferError, SamplingParams
+from minfer_lib.errors import InvalidParameter
+
+NAN, INF = math.nan, math.inf
+
+REFUSED = [
+    *[("max_tokens", bad) for bad in (0, -1, 1.5, 3.0, "3", None, True, NAN)],
+    *[("min_tokens", bad) for bad in (-1, 0.5, None, "0", True)],
+    *[("temperature", bad) for bad in (-0.1, NAN, INF, "0.7", None, True, 10**400, torch.tensor([1.0, 2.0]))],
+    *[("top_k", bad) for bad in (-1, 1.5, "5", None, True)],
+    *[("top_p", bad) for bad in (0, 0.0, -0.5, 1.0001, NAN, INF, "0.9", None)],
+    *[("min_p", bad) for bad in (-0.1, 1.1, NAN, "0.1", None)],
+    *[("repetition_penalty", bad) for bad in (0, -1.0, NAN, INF, None)],
+    *[("presence_penalty", bad) for bad in (NAN, INF, -INF, "1", None)],
+    *[("frequency_penalty", bad) for bad in (NAN, INF, -INF, "1", None)],
+    *[("logit_bias", bad) for bad in (5, {"a": 1}, {-1: 1.0}, {1.5: 1.0}, {1: NAN}, {1: INF}, {1: None}, {True: 1.0})],
+    ("logit_bias", {1: 10**400}),
+    *[("stop", bad) for bad in ("", [""], ["a", ""], 5, ["a", 5], [None], b"a", [b"a"])],
+    *[("stop_token_ids", bad) for bad in (5, [-1], ["a"], "ab", [1.0], [None], [True])],
+    *[("ignore_eos", bad) for bad in (1, 0, None, "yes")],
+    *[("seed", bad) for bad in (1.5, "1", True, NAN)],
+    *[("logprobs", bad) for bad in (-1, 1.5, True, "5")],
+    *[("n", bad) for bad in (0, -1, 1.5, None, True)],
+    *[("logits_processors", bad) for bad in (5, [5], ["f"], len, {1: len})],
+]
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED, ids=[f"{name}-{value!r:.20}" for name, value in REFUSED])
+def test_refuses(name: str, value: object):
+    with pytest.raises(InvalidParameter) as caught:
+        SamplingParams(**{name: value})
+    message = str(caught.value)
+    assert message.startswith(f"SamplingParams({name}=") and "must be" in message
+    assert isinstance(caught.value, MinferError) and isinstance(caught.value, ValueError)
+
+
+def test_refuses_min_tokens_over_max_tokens():
+    with pytest.raises(InvalidParameter, match=r"min_tokens=5.*at most max_tokens, which is 4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+    assert SamplingParams(min_tokens=4, max_tokens=4).min_tokens == 4
+
+
+def test_the_message_repeats_what_was_asked():
+    with pytest.raises(InvalidParameter, match=r"stop=\['a', ''\]"):
+        SamplingParams(stop=["a", ""])
+    with pytest.raises(InvalidParameter, match=r"logit_bias=\{1: nan\}"):
+        SamplingParams(logit_bias={1: NAN})
+
+
+def test_defaults_are_greedy_and_change_nothing():
+    params = SamplingParams()
+    assert (params.max_tokens, params.temperature, params.n, params.seed, params.logprobs) == (128, 0.0, 1, None, None)
+    assert not params.edits_logits and not params.penalises
+    assert params.stop == params.stop_token_ids == params.logits_processors == () and params.logit_bias == {}
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        dict(repetition_penalty=1.1), dict(presence_penalty=-1), dict(frequency_penalty=0.1), dict(logit_bias={0: 1}),
+        dict(min_tokens=1), dict(logits_processors=[lambda ids, logits: logits]),
+    ],
+)  # fmt: skip
+def test_whatever_touches_logits_counts_as_an_edit(edits: dict):
+    assert SamplingParams(**edits).edits_logits
+    assert SamplingParams(**edits).penalises == any("penalty" in name for name in edits)
+
+
+@pytest.mark.parametrize("limit", [dict(temperature=0), dict(top_p=1), dict(top_p=1e-9), dict(min_p=0), dict(min_p=1)])
+def test_limits_of_ranges_are_inside(limit: dict):
+    (name, value), params = next(iter(limit.items())), SamplingParams(**limit)
+    assert getattr(params, name) == value and isinstance(getattr(params, name), float)
+
+
+def test_takes_numbers_of_other_libraries():
+    params = SamplingParams(
+        max_tokens=np.int64(3), temperature=np.float32(0.5), seed=torch.tensor(7), top_k=np.int32(2),
+        stop_token_ids=np.array([4, 5]), logit_bias={np.int64(1): np.float32(2.0)},
+    )  # fmt: skip
+    assert (params.max_tokens, params.temperature, params.seed, params.top_k) == (3, 0.5, 7, 2)
+    assert params.stop_token_ids == (4, 5) and params.logit_bias == {1: 2.0}
+    plain = [params.max_tokens, params.seed, params.top_k, *params.stop_token_ids, *params.logit_bias]
+    assert all(type(value) is int for value in plain) and type(params.temperature) is float
+
+
+def test_one_stop_string_or_several():
+    assert SamplingParams(stop="ab").stop == ("ab",)
+    assert SamplingParams(stop=["b", "a", "b"]).stop == ("b", "a")
+    assert set(SamplingParams(stop={"a", "b"}).stop) == {"a", "b"}
+    assert SamplingParams(stop=[]).stop == SamplingParams(stop=None).stop == ()
+
+
+def test_a_bias_may_ban():
+    assert SamplingParams(logit_bias={3: -INF}).logit_bias == {3: -INF}
+
+
+def test_never_changes():
+    bias, stop, ids = {1: 1.0}, ["a"], [2]
+    params = SamplingParams(logit_bias=bias, stop=stop, stop_token_ids=ids)
+    bias[2], stop[0], ids[0] = 5.0, "b", 3
+    assert (params.logit_bias, params.stop, params.stop_token_ids) == ({1: 1.0}, ("a",), (2,))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = -1.0
+    assert dataclasses.replace(params, temperature=0.5).stop == ("a",)
+    with pytest.raises(InvalidParameter):
+        dataclasses.replace(params, temperature=-0.5)
