@@ -26,8 +26,8 @@ CACHES = ("own", "hf")
 class CachedEngine(SerialEngine):
     """One request at a time over a KV cache.
 
-    cache: "own" is this package's preallocated `KVCache` of max_model_len tokens, kept and reused from request to request;
-      "hf" is the `DynamicCache` of transformers, made anew for each request and grown with every token.
+    cache: "own" is this package's preallocated `KVCache` of max_model_len tokens, kept and reused from request to
+      request; "hf" is the `DynamicCache` of transformers, made anew for each request and grown with every token.
     """
 
     name = "cached"

@@ -4,8 +4,8 @@
 request may become, filled from the left. It plugs into unmodified models of transformers, which call `update` in every
 attention layer with the new keys and values and attend to what it returns.
 
-Invariant: after a forward pass over n tokens every layer holds the same number of tokens, rows [0, length) are their keys in
-order of position, and nothing behind `length` is ever read.
+Invariant: after a forward pass over n tokens every layer holds the same number of tokens, rows [0, length) are their
+keys in order of position, and nothing behind `length` is ever read.
 """
 
 from __future__ import annotations
@@ -117,8 +117,9 @@ def check_cacheable(model: PreTrainedModel, name: str) -> None:
     if other or getattr(model, "_is_stateful", False):
         kinds = f" ({', '.join(sorted(other))})" if other else ""
         raise UnsupportedModel(
-            f"{name} ({config.model_type}) has layers that keep a state of their own between tokens{kinds}, which a cache of keys "
-            "and values does not hold. NaiveEngine runs it; so does a model whose layers are all attention."
+            f"{name} ({config.model_type}) has layers that keep a state of their own between tokens{kinds}, which a "
+            "cache of keys and values does not hold. NaiveEngine runs it; so does a model whose layers are all "
+            "attention."
         )
 
 
@@ -126,6 +127,6 @@ def check_filled(cache: Cache, tokens: int, name: str) -> None:
     """Raises `UnsupportedModel` unless the first forward pass over `tokens` tokens went through the cache."""
     if cache.get_seq_length() != tokens:
         raise UnsupportedModel(
-            f"{name} left the cache with {cache.get_seq_length()} tokens after a prompt of {tokens}: its code does not use the "
-            "cache that it is given, and would answer without its past. NaiveEngine runs it."
+            f"{name} left the cache with {cache.get_seq_length()} tokens after a prompt of {tokens}: its code does "
+            "not use the cache that it is given, and would answer without its past. NaiveEngine runs it."
         )

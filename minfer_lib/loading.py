@@ -1,7 +1,8 @@
 """`load_model`: one name in, one `LanguageModel` out, whatever kind of model the name stands for.
 
-Invariant: a `LanguageModel` is complete and right, or there is an exception: no weight was left at a random start (except
-where random weights were asked for), no tokenizer is an empty one, and the end-of-sequence ids are those of the model.
+Invariant: a `LanguageModel` is complete and right, or there is an exception: no weight was left at a random start
+(except where random weights were asked for), no tokenizer is an empty one, and the end-of-sequence ids are those of
+the model.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from .errors import (
     UnsupportedModel,
     one_of,
 )
+from .model_facts import check_causal, eos_ids, has_softcap, position_limit
 
 TINY = "tiny-random"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DEFAULT_LIMIT = 2048  # tokens, for models whose config names no limit
 # A tokenizer exists only if one of these does; without them transformers returns an empty one instead of an error.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json",
                    "sentencepiece.bpe.model", "tokenizer.tiktoken")  # fmt: skip
@@ -79,8 +80,8 @@ class LanguageModel:
     def next_token_logits(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Runs the model on input_ids [batch, tokens]; logits after the last one, [batch, vocab].
 
-        `logits_to_keep` spares the output layer all positions but the last: for a prompt of 512 tokens and a vocabulary of
-        49,152 it would otherwise write 100 MB of logits that nobody reads.
+        `logits_to_keep` spares the output layer all positions but the last: for a prompt of 512 tokens and a
+        vocabulary of 49,152 it would otherwise write 100 MB of logits that nobody reads.
         """
         if self.model._supports_logits_to_keep():
             # a tensor of positions, since an integer makes some models drop rows of queries too
@@ -133,9 +134,9 @@ def load_model(
         return _load(str(folder), folder.resolve().name, place, precision)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):  # no "owner/model", so it was meant as a folder
         raise ModelNotFound(
-            f"There is no model `{name}`: no such folder, and no name known here. Possible are {one_of([TINY])}, a shape such "
-            f"as `shape:qwen2.5-7b`, a local folder, a hub id such as `Qwen/Qwen2.5-0.5B-Instruct`, or no name at all for "
-            f"{packaged.MODEL_NAME}."
+            f"There is no model `{name}`: no such folder, and no name known here. Possible are {one_of([TINY])}, a "
+            f"shape such as `shape:qwen2.5-7b`, a local folder, a hub id such as `Qwen/Qwen2.5-0.5B-Instruct`, or no "
+            f"name at all for {packaged.MODEL_NAME}."
         )
     return _load(name, name, place, precision)
 
@@ -147,9 +148,11 @@ def _load(source: str, name: str, device: torch.device, dtype: torch.dtype | Non
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype or "auto",
-            # accelerate puts each weight where it belongs as it is read: loading to the CPU and moving would hold two copies
+            # accelerate puts each weight where it belongs as it is read: loading to the CPU and moving would hold two
+            # copies
             device_map=None if device.type == "cpu" else {"": device},
-            # a softcap on attention scores is beyond PyTorch's fused attention; transformers 5.17 would drop it silently
+            # a softcap on attention scores is beyond PyTorch's fused attention; transformers 5.17 would drop it
+            # silently
             attn_implementation="eager" if has_softcap(config) else None,
             output_loading_info=True,
         )
@@ -166,27 +169,6 @@ def _load(source: str, name: str, device: torch.device, dtype: torch.dtype | Non
         )
     check_causal(model, name)
     return LanguageModel.of(model, text, name)
-
-
-def check_causal(model: PreTrainedModel, name: str) -> None:
-    """Raises `UnsupportedModel` if an earlier position sees a later one, as in BERT: it would answer, and be wrong.
-
-    transformers loads such models as causal ones too; only two sequences with another second token tell.
-    """
-    ids = torch.tensor([[0, 1], [0, 2]], device=model.get_input_embeddings().weight.device)
-    try:
-        with torch.no_grad():
-            first = model(input_ids=ids, use_cache=False).logits[:, 0].float()  # [2, vocab]
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # whatever the code of a model says when a kind of input is missing
-        raise UnsupportedModel(f"{name} cannot be run on token ids alone: {type(error).__name__}: {error}.") from error
-    tolerance = 1e-3 if model.dtype == torch.float32 else 0.05  # of rounding; some kernels add in any order
-    if (first[0] - first[1]).abs().max() > tolerance * first.abs().max():
-        raise UnsupportedModel(
-            f"{name} ({model.config.model_type}) is not a causal language model: what it says of a token depends on the "
-            "tokens after it. Choose a decoder, such as `Qwen/Qwen2.5-0.5B-Instruct`."
-        )
 
 
 def _has_file(source: str, file: str) -> bool:
@@ -210,8 +192,8 @@ def _explained(error: Exception, source: str, name: str) -> Exception:
         return BadEnvironment(f"Loading {name} needs a package that is not installed: {reason}")
     elif any(text in str(error) for text in unsupported):
         return UnsupportedModel(
-            f"{name} is not a decoder-only language model that this version of transformers can load by itself: {reason} "
-            "Choose a causal language model whose code is part of transformers."
+            f"{name} is not a decoder-only language model that this version of transformers can load by itself: "
+            f"{reason} Choose a causal language model whose code is part of transformers."
         )
     if Path(source).is_dir():
         return ModelNotFound(
@@ -220,8 +202,9 @@ def _explained(error: Exception, source: str, name: str) -> Exception:
         )
     return ModelNotFound(
         f"{name} could not be fetched from the Hugging Face hub: {reason} "
-        "Check the spelling, whether it is gated (then log in with `hf auth login`), and the network. Without a network, "
-        f"load_model() runs {packaged.MODEL_NAME} and load_model('shape:qwen2.5-7b') the shape of a larger model."
+        "Check the spelling, whether it is gated (then log in with `hf auth login`), and the network. Without a "
+        f"network, load_model() runs {packaged.MODEL_NAME} and load_model('shape:qwen2.5-7b') the shape of a larger "
+        "model."
     )
 
 
@@ -231,7 +214,9 @@ def _device(device: str | torch.device | None) -> torch.device:
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InvalidParameter(f"device={device!r} is not possible: it must be like `cpu`, `cuda` or `cuda:1`.") from error
+        raise InvalidParameter(
+            f"device={device!r} is not possible: it must be like `cpu`, `cuda` or `cuda:1`."
+        ) from error
     if place.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (place.index or 0) >= count:
@@ -255,37 +240,3 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
     if found not in DTYPES.values():
         raise InvalidParameter(f"dtype={dtype!r} is not possible: it must be {one_of(list(DTYPES))}.")
     return found
-
-
-# -- facts about a model --------------------------------------------------------------------------------------------
-
-
-def eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Ids that end an answer: those of the generation config, else of the config; 0 is an id like any other."""
-    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
-    if ids is None:
-        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if ids is None:
-        return frozenset()
-    return frozenset(int(i) for i in (ids if isinstance(ids, list | tuple) else [ids]))
-
-
-def has_softcap(config: Any) -> bool:
-    """Whether attention scores are squashed by a tanh, as in Gemma 2."""
-    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-
-
-def position_limit(config: Any) -> int:
-    """Tokens that the model can place without its rotary embedding changing under way.
-
-    "longrope" switches to other frequencies beyond the length it was first trained on, which would make the keys in a
-    cache disagree with new ones; so that length is the limit. ("dynamic" changes beyond max_position_embeddings.)
-    """
-    text = config.get_text_config()
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-    limit = next((value for n in names if isinstance(value := getattr(text, n, None), int) and value > 0), DEFAULT_LIMIT)
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    if "longrope" in (rope.get("rope_type"), rope.get("type")):
-        original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
-        limit = min(limit, original or limit)
-    return limit

@@ -1,7 +1,7 @@
 """Where the memory of inference goes: weights, KV cache, activations. Each as a formula, and each measured.
 
-Invariant: a formula here and the measurement of the same name answer the same question in bytes, so that one can be checked
-against the other. GB stands for 10^9 bytes and GiB for 2^30 everywhere in this package.
+Invariant: a formula here and the measurement of the same name answer the same question in bytes, so that one can be
+checked against the other. GB stands for 10^9 bytes and GiB for 2^30 everywhere in this package.
 """
 
 from __future__ import annotations
@@ -74,17 +74,21 @@ def weight_bytes(shape: ModelShape, bits: float = 16) -> float:
 
 
 def kv_bytes_per_token(shape: ModelShape, bytes_per_value: int = 2) -> int:
-    """Bytes that one token of one request adds to the KV cache: 2 (keys, values) x layers x kv_heads x head_dim x bytes."""
+    """Bytes that one token adds to the KV cache: 2 (keys and values) x layers x kv_heads x head_dim x bytes.
+
+    Exact where every layer keeps its own keys and values, as in nearly all decoders; `measured_kv_bytes_per_token`
+    looks.
+    """
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * bytes_per_value
 
 
 def activation_bytes(shape: ModelShape, tokens: int, bytes_per_value: int = 2) -> int:
-    """Most bytes of intermediate results alive at once in a forward pass over `tokens` new tokens, keeping one row of logits.
+    """Most bytes of intermediate results alive at once in a forward pass over `tokens` new tokens.
 
-    The widest moment is inside a feed-forward layer of a Llama-like model: the embedded tokens, the layer's input, the residual
-    stream and its normalised copy (hidden each), gate, up and their product (intermediate each), and the rotary tables
-    (head_dim each). For a few tokens the row of logits may be larger, and is taken then. Attention is assumed to be
-    fused: written out, its scores would add heads x tokens x tokens.
+    The widest moment is inside a feed-forward layer of a Llama-like model: the embedded tokens, the layer's input, the
+    residual stream and its normalised copy (hidden each), gate, up and their product (intermediate each), and the
+    rotary tables (head_dim each). For a few tokens the row of logits may be larger, and is taken then. Attention is
+    assumed to be fused: written out, its scores would add heads x tokens x tokens.
     """
     feed_forward = tokens * (4 * shape.hidden + 3 * shape.intermediate + 2 * shape.head_dim)
     return max(feed_forward, shape.vocab + 2 * tokens * shape.hidden) * bytes_per_value
@@ -157,5 +161,7 @@ class PeakMemory(TorchDispatchMode):
 def _some_ids(lm: LanguageModel, tokens: int) -> torch.Tensor:
     """Token ids [1, tokens]; which ones does not matter for memory."""
     if not 1 <= tokens <= lm.max_model_len:
-        raise InvalidParameter(f"tokens={tokens} is not possible: {lm.name} takes 1 to {lm.max_model_len} tokens at once.")
+        raise InvalidParameter(
+            f"tokens={tokens} is not possible: {lm.name} takes 1 to {lm.max_model_len} tokens at once."
+        )
     return (torch.arange(tokens, device=lm.device) % lm.vocab_size)[None]

@@ -1,7 +1,7 @@
 """The first engine: a loop around the model, one request after the other, nothing remembered between steps.
 
-`SerialEngine` is the loop, shared with the second engine; what a step computes is left to the subclass. `NaiveEngine` runs
-the model on the whole sequence for every new token: simple, right, and slower with every token it says.
+`SerialEngine` is the loop, shared with the second engine; what a step computes is left to the subclass. `NaiveEngine`
+runs the model on the whole sequence for every new token: simple, right, and slower with every token it says.
 
 Invariant: requests are served in the order given, and one that has begun ends before the next begins, unless a caller
 interleaves streams himself; each run has its own state, so that this is right too.
@@ -21,8 +21,8 @@ from tqdm.auto import tqdm
 from .errors import GenerationFailed, InvalidPrompt, MinferError
 from .loading import LanguageModel
 from .params import SamplingParams
-from .request import Prompt, Request, RequestOutput, StreamPiece
-from .request import make_requests, prompt_list, request_ids, resolve_max_model_len
+from .prompts import Prompt, make_requests, prompt_list, request_ids, resolve_max_model_len
+from .request import Request, RequestOutput, StreamPiece
 from .sampling import Sampler
 
 
@@ -67,7 +67,8 @@ class SerialEngine:
 
         params: one `SamplingParams` for all, or one each. Everything is checked before the first token is computed:
         `InvalidPrompt`, `PromptTooLong`, `InvalidParameter`. An interrupt from the keyboard ends the call early and
-        returns what there is, the rest with finish_reason "abort"; if the model itself fails, `GenerationFailed` carries it.
+        returns what there is, the rest with finish_reason "abort"; if the model itself fails, `GenerationFailed`
+        carries it.
         """
         requests = self._requests(prompts, params)
         try:
@@ -77,7 +78,9 @@ class SerialEngine:
         except KeyboardInterrupt:
             self._abort(requests)
             done = sum(r.finish_reason != "abort" for r in requests)
-            warnings.warn(f"Interrupted: {done} of {len(requests)} answers are complete, the rest is cut.", stacklevel=2)
+            warnings.warn(
+                f"Interrupted: {done} of {len(requests)} answers are complete, the rest is cut.", stacklevel=2
+            )
         except MinferError:  # a model that the engine could not refuse before it saw a step of it
             self._abort(requests)
             raise

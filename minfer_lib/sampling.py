@@ -136,9 +136,7 @@ def penalised(
         seen = torch.tensor([*prompt_ids, *output_ids], dtype=torch.long, device=logits.device).unique()
         values = logits[seen]
         # dividing a negative logit would raise it: it is multiplied instead
-        logits[seen] = torch.where(
-            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
-        )
+        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if len(output_ids) and (params.presence_penalty or params.frequency_penalty):
         ids, counts = output.unique(return_counts=True)
         logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
@@ -230,10 +228,11 @@ def inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     last bits of its logits, and that must not move every other token on the line.
     """
     cdf = probs.double().cumsum(-1)
-    token = torch.searchsorted(cdf, (u * cdf[:, -1])[:, None], right=True)[:, 0]
-    # rounding can put u on the very end of the line, behind the last token that has any probability
-    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1)
-    return torch.minimum(token, last)
+    total = cdf[:, -1]
+    # Rounding may put u * total on the very end of the line. A point before the end is always inside some token's part.
+    point = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
+    token = torch.searchsorted(cdf, point[:, None], right=True)[:, 0]
+    return token.clamp(max=probs.shape[-1] - 1)  # a row of NaN; its error is reported elsewhere
 
 
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:

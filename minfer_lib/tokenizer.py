@@ -88,7 +88,7 @@ class StreamDecoder:
         self._skip = skip_special_tokens
         self._ids = list(prompt_ids[-CONTEXT_TOKENS:])  # context, then tokens that are not settled
         self._settled = len(self._ids)  # how many of them are context
-        self._lost = 0  # U+FFFD of a character that the prompt left incomplete
+        self._tail = ""  # the prompt's text behind the context: it ends in the U+FFFD of an incomplete character
         if tokenizer is not None:
             self._begin_between_characters(list(prompt_ids))
 
@@ -105,7 +105,7 @@ class StreamDecoder:
         if piece:
             self._ids = self._ids[self._settled :]
         self._settled = len(self._ids)
-        return self._without_lost(piece)
+        return self._without_tail(piece)
 
     def flush(self) -> str:
         """What is still held back at the end, without the bytes of a character that never got complete."""
@@ -113,7 +113,7 @@ class StreamDecoder:
             return ""
         piece = self._unsettled_text().rstrip(REPLACEMENT)
         self._settled = len(self._ids)
-        return self._without_lost(piece)
+        return self._without_tail(piece)
 
     def _text(self, ids: Sequence[int]) -> str:
         return decode(self._tokenizer, ids, self._skip)
@@ -121,9 +121,11 @@ class StreamDecoder:
     def _unsettled_text(self) -> str:
         return self._text(self._ids)[len(self._text(self._ids[: self._settled])) :]
 
-    def _without_lost(self, piece: str) -> str:
-        if piece:
-            lost, self._lost = self._lost, 0
+    def _without_tail(self, piece: str) -> str:
+        if piece and self._tail:
+            whole = self._tail.rstrip(REPLACEMENT)  # a token may hold a space and the beginning of an emoji
+            lost, self._tail = len(self._tail) - len(whole), ""
+            piece = piece.removeprefix(whole)
             while lost and piece.startswith(REPLACEMENT):
                 piece, lost = piece[1:], lost - 1
         return piece
@@ -139,5 +141,5 @@ class StreamDecoder:
                 context = self._text(ids[: len(ids) - cut])
                 if not context.startswith(REPLACEMENT) and not context.endswith(REPLACEMENT):
                     self._ids, self._settled = ids, len(ids) - cut
-                    self._lost = len(self._text(ids)) - len(context) if cut else 0
+                    self._tail = self._text(ids)[len(context) :] if cut else ""
                     return

@@ -286,15 +286,23 @@ def test_metrics_by_a_clock_that_ticks_when_it_is_read(tiny: LanguageModel, make
 def test_a_stream_arrives_when_it_is_called(tiny: LanguageModel, make: Callable[..., SerialEngine]):
     now = [10.0]
     engine = make(tiny, clock=lambda: now[0])
-    requests = []
-    make_requests = engine._requests
-    engine._requests = lambda *args: requests.extend(make_requests(*args)) or requests
+    made, make_requests = [], engine._requests
+
+    def noted(*args: object) -> list:
+        made.append(make_requests(*args))
+        return made[-1]
+
+    engine._requests = noted
     stream = engine.stream("a", free(max_tokens=3))
     for now[0] in (20.0, 30.0, 50.0):
         next(stream)
-    metrics = requests[0].metrics
+    metrics = made[0][0].metrics
     assert (metrics.arrival, metrics.first_token, metrics.last_token, metrics.finished) == (10.0, 20.0, 50.0, 50.0)
     assert (metrics.queue_s, metrics.ttft_s, metrics.tpot_s, metrics.e2e_s) == (10.0, 10.0, 15.0, 40.0)
+    stream = engine.stream("a", free(n=2))
+    next(stream)
+    stream.close()  # the reader goes away
+    assert [(r.finish_reason, r.metrics.finished) for r in made[1]] == [("abort", 50.0)] * 2
 
 
 # -- what a step computes ---------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from minfer_lib.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from minfer_lib.loading import check_causal, has_softcap, position_limit
+from minfer_lib.model_facts import check_causal, has_softcap, position_limit
 from minfer_lib.shapes import SHAPES, shape_config
 
 

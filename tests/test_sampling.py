@@ -104,6 +104,13 @@ def test_min_p_of_one_keeps_all_that_are_most_likely():
     assert kept([0.4, 0.4, 0.2], min_p=1.0) == {0, 1}
 
 
+def test_min_p_keeps_what_is_exactly_at_the_threshold():
+    """Weights whole and min_p their ratio: rounding in the logarithms must not decide."""
+    pairs = [(largest, other) for largest in range(2, 40) for other in range(1, largest)]
+    params = [SamplingParams(temperature=1.0, min_p=other / largest) for largest, other in pairs]
+    assert torch.isfinite(filtered_logits(torch.tensor(pairs).log(), params)).all()
+
+
 def test_filters_in_order():
     probs = [0.4, 0.3, 0.2, 0.1]
     # top_p works on what top_k left: .4/.7 alone reaches .57; on the whole distribution two tokens would be needed
@@ -374,6 +381,15 @@ def test_frequencies_of_tokens_match_their_probabilities(params: dict):
         log = math.log(2e6)
         allowed = math.sqrt(2 * draws * p * (1 - p) * log) + log
         assert abs(counts[token] - draws * p) <= (allowed if p > 0 else 0)
+
+
+def test_every_position_draws_a_number_of_its_own():
+    """One request over 400 positions of a flat distribution of 10: each token comes, about as often as the others."""
+    rows = [Row(SamplingParams(temperature=1.0), token_ids=[0] * position, seed=5) for position in range(400)]
+    drawn = Sampler()(torch.zeros(400, 10), rows).token_ids
+    assert drawn == [int(u * 10) for u in uniform([5] * 400, list(range(400))).tolist()]
+    counts = torch.bincount(torch.tensor(drawn), minlength=10)
+    assert ((counts - 40.0) ** 2 / 40).sum() < 27.9  # chi-squared of 9 degrees of freedom, one in a thousand
 
 
 parameters = st.builds(

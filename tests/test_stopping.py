@@ -76,6 +76,9 @@ def test_an_unarmed_hit_still_held_does_not_trigger_later():
     watch = StopStrings(["aa"])
     assert watch.feed("aa", armed=False) == "a"
     assert watch.feed("b") == "ab" and watch.hit is None
+    watch = StopStrings(["abc", "b"])
+    assert watch.feed("ab", armed=False) == ""  # the whole of "b" is held, as part of what may become "abc"
+    assert watch.feed("x") == "abx" and watch.hit is None
 
 
 text = st.text("ab<|é", max_size=30)

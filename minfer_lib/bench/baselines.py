@@ -21,7 +21,8 @@ from transformers.generation.streamers import BaseStreamer
 from ..errors import InvalidParameter
 from ..loading import LanguageModel
 from ..params import SamplingParams
-from ..request import Prompt, Request, RequestOutput, make_requests, request_ids, resolve_max_model_len
+from ..prompts import Prompt, make_requests, request_ids, resolve_max_model_len
+from ..request import Request, RequestOutput
 from .machine import synchronize
 from .roofline import kv_token_bytes
 

@@ -4,8 +4,9 @@ Invariant: all rows of a comparison come from the same workload in the same proc
 mean something even on a machine whose speed drifts. Nothing is compared silently that is not equal: lengths and tokens
 are checked, and what does not agree is said in the row.
 
-How a row is measured: one run to warm up at the same shapes, then `repeats` runs, in each of which every engine has its
-turn, the order moving on by one; the device is synchronised before and after; the row is the field-by-field median.
+How a row is measured: one run to warm up at the same shapes (or only its beginning, if asked), then `repeats` runs, in
+each of which every engine has its turn, the order moving on by one; the device is synchronised before and after; the
+row is the field-by-field median.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def compare(
     *engines: Engine | tuple[str, Engine],
     workload: Workload | None = None,
     repeats: int = 3,
+    short_warm_up: bool = False,
     memory: bool = False,
     reported: Sequence[Row] = (),
     notes: Sequence[str] = (),
@@ -67,6 +69,8 @@ def compare(
       one that ratios refer to.
     workload: None is 4 prompts of 64 tokens with 64 new tokens each.
     repeats: timed runs of each (fast mode makes one). Odd numbers have a median that is one of the runs.
+    short_warm_up: warm up with two tokens a request (the prompts, one decode step) in place of the whole workload, for
+      engines of which one run takes a minute on a CPU. Fast mode always does. A note below the table says so.
     memory: also measure peak resident memory on a CPU, which starts a fresh process for each engine. On CUDA the
       peak is always there: torch's counter over the run, less the caches of the other engines in this comparison.
     reported: rows of somebody else's figures (see `articles.py`), set apart in the table.
@@ -84,7 +88,7 @@ def compare(
     workload = workload or fixed_lengths(lm)
 
     for each in measured:
-        _generate(each.engine, workload.warm_up() if fast_mode() else workload)
+        _generate(each.engine, workload.warm_up() if short_warm_up or fast_mode() else workload)
     for turn in range(repeats):
         for each in measured[turn % len(measured) :] + measured[: turn % len(measured)]:
             _timed_run(each, workload)
@@ -108,7 +112,7 @@ def compare(
             "repeats": repeats,
             "bandwidth_gb_per_s": round(read_bandwidth(lm.device) / 1e9, 2),
         },
-        notes=(*_notes(measured, repeats), *notes),
+        notes=(*_notes(measured, repeats, short_warm_up), *notes),
     )
     if show:
         from .draw import show as draw
@@ -221,9 +225,12 @@ def _with_memory(row: Row, engine: Engine, workload: Workload) -> Row:
     return dataclasses.replace(row, peak_bytes=peak.peak, base_bytes=peak.base)
 
 
-def _notes(measured: Sequence[Measured], repeats: int) -> list[str]:
+def _notes(measured: Sequence[Measured], repeats: int, short_warm_up: bool) -> list[str]:
     first = measured[0]
-    notes = [f"ratio: tokens/s over {first.name}; median of {repeats} run{'s' * (repeats > 1)}"]
+    runs = f"median of {repeats} runs" if repeats > 1 else "one run each"
+    notes = [f"ratio: tokens/s over {first.name}; {runs}"]
+    if short_warm_up and not fast_mode():
+        notes.append("warmed up with two tokens a request")
     if fast_mode():
         notes.append(FAST_LABEL)
     notes += [

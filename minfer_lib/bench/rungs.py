@@ -97,7 +97,7 @@ def ladder(
     An engine that refuses this model is left out, with a note that says why. Raises what `compare` and `load_model` do.
     """
     from ..loading import load_model
-    from ..request import DEFAULT_MAX_MODEL_LEN
+    from ..prompts import DEFAULT_MAX_MODEL_LEN
     from .comparison import compare
     from .workloads import fixed_lengths
 

@@ -1,0 +1,71 @@
+"""What an engine has to know about a model: read from its configs, or asked of the model where they cannot be trusted.
+
+Invariant: these functions only look; the model is as it was afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .errors import UnsupportedModel
+
+DEFAULT_LIMIT = 2048  # tokens, for models whose config names no limit
+
+
+def eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Ids that end an answer: those of the generation config, else of the config; 0 is an id like any other."""
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if ids is None:
+        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if ids is None:
+        return frozenset()
+    return frozenset(int(i) for i in (ids if isinstance(ids, list | tuple) else [ids]))
+
+
+def has_softcap(config: Any) -> bool:
+    """Whether attention scores are squashed by a tanh, as in Gemma 2."""
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
+def position_limit(config: Any) -> int:
+    """Tokens that the model can place without its rotary embedding changing under way.
+
+    "longrope" switches to other frequencies beyond the length it was first trained on, which would make the keys in a
+    cache disagree with new ones; so that length is the limit. ("dynamic" changes beyond max_position_embeddings.)
+    """
+    text = config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    limit = next(
+        (value for n in names if isinstance(value := getattr(text, n, None), int) and value > 0), DEFAULT_LIMIT
+    )
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        original = rope.get("original_max_position_embeddings") or getattr(
+            text, "original_max_position_embeddings", None
+        )
+        limit = min(limit, original or limit)
+    return limit
+
+
+def check_causal(model: PreTrainedModel, name: str) -> None:
+    """Raises `UnsupportedModel` if an earlier position sees a later one, as in BERT: it would answer, and be wrong.
+
+    transformers loads such models as causal ones too; only two sequences with another second token tell.
+    """
+    ids = torch.tensor([[0, 1], [0, 2]], device=model.get_input_embeddings().weight.device)
+    try:
+        with torch.no_grad():
+            first = model(input_ids=ids, use_cache=False).logits[:, 0].float()  # [2, vocab]
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # whatever the code of a model says when a kind of input is missing
+        raise UnsupportedModel(f"{name} cannot be run on token ids alone: {type(error).__name__}: {error}.") from error
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.05  # of rounding; some kernels add in any order
+    if (first[0] - first[1]).abs().max() > tolerance * first.abs().max():
+        raise UnsupportedModel(
+            f"{name} ({model.config.model_type}) is not a causal language model: what it says of a token depends on "
+            "the tokens after it. Choose a decoder, such as `Qwen/Qwen2.5-0.5B-Instruct`."
+        )
