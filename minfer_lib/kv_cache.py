@@ -39,8 +39,9 @@ class KVCacheLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates at the first key, when heads, head size, dtype and device are known."""
         batch, heads, _, _ = key_states.shape
-        self.keys = key_states.new_empty(batch, heads, self.max_len, key_states.shape[-1])
-        self.values = value_states.new_empty(batch, heads, self.max_len, value_states.shape[-1])
+        with torch.inference_mode(False):  # a buffer made inside a caller's inference mode could not be used outside
+            self.keys = key_states.new_empty(batch, heads, self.max_len, key_states.shape[-1])
+            self.values = value_states.new_empty(batch, heads, self.max_len, value_states.shape[-1])
         self.is_initialized = True
 
     def update(

@@ -144,7 +144,8 @@ def load_model(
 def _load(source: str, name: str, device: torch.device, dtype: torch.dtype | None) -> LanguageModel:
     """A folder or a hub id; the two differ only in what can go wrong."""
     try:
-        config = AutoConfig.from_pretrained(source)
+        # False, said each time: left open, transformers asks on the terminal, and a line of piped input may say yes
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype or "auto",
@@ -155,9 +156,10 @@ def _load(source: str, name: str, device: torch.device, dtype: torch.dtype | Non
             # silently
             attn_implementation="eager" if has_softcap(config) else None,
             output_loading_info=True,
+            trust_remote_code=False,
         )
         has_files = any(_has_file(source, file) for file in TOKENIZER_FILES)
-        text = AutoTokenizer.from_pretrained(source) if has_files else None
+        text = AutoTokenizer.from_pretrained(source, trust_remote_code=False) if has_files else None
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # safetensors, tokenizers and the validators of configs raise kinds of their own

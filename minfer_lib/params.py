@@ -148,7 +148,7 @@ class SamplingParams:
 
     def _bias(self) -> dict[int, float]:
         try:
-            bias = {_token_id(t): float(b) for t, b in dict(self.logit_bias or {}).items()}
+            bias = {_token_id(t): float(b) for t, b in dict({} if self.logit_bias is None else self.logit_bias).items()}
         except (TypeError, ValueError, OverflowError):
             bias = {0: math.nan}
         if any(math.isnan(b) or b == math.inf for b in bias.values()):
@@ -156,7 +156,7 @@ class SamplingParams:
         return bias
 
     def _processors(self) -> tuple[LogitsProcessor, ...]:
-        processors = self.logits_processors or ()
+        processors = () if self.logits_processors is None else self.logits_processors
         if not isinstance(processors, Sequence) or not all(callable(p) for p in processors):
             self._refuse("logits_processors", "a list of functions (generated ids, logits [vocab]) -> logits [vocab]")
         return tuple(processors)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .errors import InvalidParameter, InvalidPrompt, PromptTooLong
@@ -20,6 +20,8 @@ from .tokenizer import StreamDecoder
 
 DEFAULT_MAX_MODEL_LEN = 2048  # tokens
 Prompt = str | Sequence[int]
+# They can be iterated over, but not for token ids: the keys of what a tokenizer returns would be run as texts.
+NO_IDS = (bytes, bytearray, Mapping)
 
 
 def make_requests(
@@ -58,7 +60,7 @@ def make_requests(
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt (a string, or token ids) or several -> a list of prompts."""
-    if isinstance(prompts, str | bytes):  # bytes are refused where each prompt is checked
+    if isinstance(prompts, (str, *NO_IDS)):  # all but strings are refused where each prompt is checked
         return [prompts]
     if hasattr(prompts, "tolist"):  # numpy arrays and tensors
         prompts = prompts.tolist()
@@ -88,7 +90,7 @@ def prompt_token_ids(lm: LanguageModel, prompt: Any, max_model_len: int) -> list
         token_ids = lm.encode(prompt)
     else:
         values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        values = list(values) if isinstance(values, Iterable) and not isinstance(values, bytes) else [None]
+        values = list(values) if isinstance(values, Iterable) and not isinstance(values, NO_IDS) else [None]
         if not all(_is_int(v) for v in values):
             raise InvalidPrompt(f"A prompt is a string or a list of token ids; {prompt!r} is neither.")
         token_ids = [operator.index(v) for v in values]

@@ -112,7 +112,7 @@ def adjusted_logits(
                 break
         if len(row.token_ids) < params.min_tokens:
             held_back = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_ids))
-            logits[i, [t for t in held_back if t < logits.shape[-1]]] = -torch.inf
+            logits[i, [t for t in held_back if 0 <= t < logits.shape[-1]]] = -torch.inf
     return logits, errors
 
 
@@ -198,7 +198,8 @@ def filtered_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> t
 
     logits = scaled_logits(logits.float(), column("temperature"))
     if any(p.top_k for p in params):
-        logits = filter_top_k(logits, column("top_k", torch.long))
+        k = [min(p.top_k, logits.shape[-1]) for p in params]  # what is asked for may be beyond 64 bits
+        logits = filter_top_k(logits, torch.tensor(k, device=logits.device))
     if any(p.top_p < 1 for p in params):
         logits = filter_top_p(logits, column("top_p", torch.float64))
     if any(p.min_p for p in params):

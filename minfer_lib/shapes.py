@@ -74,7 +74,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def shape_config(name: str) -> PreTrainedConfig:
     """The transformers config of a shape, "shape:" in front or not. Raises `ModelNotFound` with the possible names."""
-    key = name.removeprefix(SHAPE_PREFIX).lower()
+    key = name.lower().removeprefix(SHAPE_PREFIX)
     if key not in SHAPES:
         raise ModelNotFound(f"There is no shape `{key}`. Those known are {one_of(sorted(SHAPES))}.")
     return AutoConfig.for_model(**SHAPES[key])

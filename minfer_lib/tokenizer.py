@@ -54,8 +54,11 @@ def apply_chat(tokenizer: PreTrainedTokenizerBase, messages: str | Sequence[Mapp
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     try:
+        messages = list(messages)
+        if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+            raise TypeError("they are no list of dicts with a role")  # most templates would render them as nothing
         # return_dict=False: transformers 5 otherwise returns a BatchEncoding instead of a list
-        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # templates are programs of the model's authors; they raise what they like
         raise InvalidPrompt(
             f"The messages do not fit this model's chat template: {error}. "

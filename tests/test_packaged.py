@@ -25,9 +25,9 @@ HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 32, 48, 2, 4, 2
 
 
 def write_gguf(path: Path) -> None:
-    """A llama of two layers with a byte tokenizer, one merge ("hi") and SmolLM2's three special tokens."""
+    """A llama of two layers with a byte tokenizer, two merges ("hi", "ok") and SmolLM2's three special tokens."""
     letters = bytes_to_letters()
-    tokens = [letters[b] for b in range(256)] + ["hi", *SPECIALS]
+    tokens = [letters[b] for b in range(256)] + ["hi", "ok", *SPECIALS]
     writer, generator = gguf.GGUFWriter(str(path), "llama"), np.random.default_rng(0)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
@@ -42,8 +42,8 @@ def write_gguf(path: Path) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
-    writer.add_token_types([1] * 257 + [3] * len(SPECIALS))
-    writer.add_token_merges(["h i"])
+    writer.add_token_types([1] * 258 + [3] * len(SPECIALS))
+    writer.add_token_merges(["h i", "o k"])
     writer.add_bos_token_id(tokens.index("<|im_start|>"))
     writer.add_eos_token_id(tokens.index("<|im_end|>"))
     writer.add_pad_token_id(tokens.index("<|endoftext|>"))
@@ -121,8 +121,8 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_converts_once_and_loads_from_then_on(cache: Path, conversions: list[Path]):
     lm = load_model()
     folder = cache / "smollm2-135m-instruct"
-    assert conversions == [folder] and lm.name == "SmolLM2-135M-Instruct" and lm.vocab_size == 260
-    assert lm.eos_ids == frozenset({259}) and lm.tokenizer.eos_token == lm.tokenizer.pad_token == "<|im_end|>"
+    assert conversions == [folder] and lm.name == "SmolLM2-135M-Instruct" and lm.vocab_size == 261
+    assert lm.eos_ids == frozenset({260}) and lm.tokenizer.eos_token == lm.tokenizer.pad_token == "<|im_end|>"
     assert lm.encode("hi né") == [256, 32, 110, 0xC3, 0xA9] and lm.decode(lm.encode("hi né")) == "hi né"
     assert lm.decode(lm.chat("hi"), skip_special_tokens=False) == "<|im_start|>hi<|im_end|>"
     output = CachedEngine(lm).generate("hi", SamplingParams(max_tokens=3, ignore_eos=True))[0]

@@ -30,7 +30,8 @@ REFUSED = [
     *[("seed", bad) for bad in (1.5, "1", True, NAN)],
     *[("logprobs", bad) for bad in (-1, 1.5, True, "5")],
     *[("n", bad) for bad in (0, -1, 1.5, None, True)],
-    *[("logits_processors", bad) for bad in (5, [5], ["f"], len, {1: len})],
+    *[("logits_processors", bad) for bad in (5, [5], ["f"], len, {1: len}, 0, False)],
+    *[("logit_bias", bad) for bad in (0, False)],
 ]
 
 

@@ -78,6 +78,9 @@ def test_prompts_that_are_taken(tiny: LanguageModel, prompts, expected):
         (np.array([1.5]), "neither"),
         (b"ab", "neither"),
         ([b"ab"], "neither"),
+        (bytearray(b"ab"), "neither"),
+        ({"input_ids": [1, 2]}, "neither"),  # what a tokenizer returns: its keys are texts, but no prompts
+        ([{"input_ids": [1, 2]}], "neither"),
         (torch.tensor(5), "neither"),
         ([[[1, 2]]], "neither"),
         ([259], "ids go from 0 to 258"),

@@ -255,7 +255,7 @@ def test_chat_that_does_not_fit():
     tokenizer.chat_template = "{{ raise_exception('user and assistant must alternate') }}"
     with pytest.raises(InvalidPrompt, match="must alternate"):
         apply_chat(tokenizer, "Hi")
-    for messages in (["Hi"], [5], {"role": "user"}):
+    for messages in (["Hi"], [5], {"role": "user"}, [], 5, [{"content": "Hi"}]):
         with pytest.raises(InvalidPrompt, match="dict such as"):
             apply_chat(byte_tokenizer(), messages)
 

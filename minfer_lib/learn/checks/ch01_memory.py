@@ -89,6 +89,7 @@ TOKENS_THAT_FIT = Exercise(
         Case((8, 7_000_000_000, 8, 131_072), 12_130, "int8, grouped-query attention"),
         Case((8, 7_000_000_000, 4, 131_072), 38_833, "int4: half a byte for each weight"),
         Case((1, 2**28, 16, 1_024), 524_288, "it fits to the last byte"),
+        Case((11, 7_000_000_000, 8, 196_608), 24_470, "nearly one token more"),
     ),
     mistakes=(
         Mistake(
@@ -124,10 +125,12 @@ TOKENS_THAT_FIT = Exercise(
             (
                 lambda gib, n, bits, kv: max(0.0, (gib * 2**30 - n * bits / 8) / kv),
                 lambda gib, n, bits, kv: max(0, math.ceil((gib * 2**30 - n * bits / 8) / kv)),
+                lambda gib, n, bits, kv: max(0, round((gib * 2**30 - n * bits / 8) / kv)),
             ),
         ),
     ),
     hint="Bring everything to bytes: the budget, minus parameters x bits / 8, divided by the bytes of one token.",
     solved="From 8 to 4 bits for a weight, the room for the cache more than tripled: fewer bits buy longer texts.",
     draw=_draw_tokens_that_fit,
+    tolerance=0.0,
 )
