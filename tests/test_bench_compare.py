@@ -133,6 +133,20 @@ def test_every_engine_has_its_turn_in_every_round(lm):
     assert "".join(order) == "abc" + "abc" + "bca" + "cab"  # warm-up, then three rounds
 
 
+def test_a_short_warm_up_is_asked_for_and_said(lm):
+    lengths = []
+
+    class Watched(CachedEngine):
+        def generate(self, prompts, params=None, **options):
+            lengths.append(params[0].max_tokens)
+            return super().generate(prompts, params, **options)
+
+    work = fixed_lengths(lm, 1, 3, 5)
+    found = compare(Watched(lm), workload=work, repeats=1, short_warm_up=True, show=False)
+    assert lengths == [2, 5] and "warmed up with two tokens a request" in found.notes
+    assert not any("warmed up" in note for note in compare(CachedEngine(lm), workload=work, show=False).notes)
+
+
 def test_wrong_tokens_are_never_silent(lm):
     work = fixed_lengths(lm, 2, 5, 4)
     wrong = Altered(lm, with_tokens(lambda ids: [*ids[:2], (ids[2] + 1) % 256, *ids[3:]]))
@@ -183,7 +197,7 @@ def test_what_cannot_be_compared_is_refused(lm):
     with pytest.raises(InvalidParameter, match="at least one"):
         compare()
     with pytest.raises(InvalidParameter, match=r"Two engines of the name 'cached'"):
-        compare(CachedEngine(lm), CachedEngine(lm, "hf"))
+        compare(CachedEngine(lm), CachedEngine(lm))
     for repeats in (0, True, 1.5):
         with pytest.raises(InvalidParameter, match="repeats"):
             compare(CachedEngine(lm), repeats=repeats)

@@ -349,6 +349,13 @@ def test_caches_are_reused_and_as_many_as_run_at_once(tiny: LanguageModel):
     assert len(engine._caches) == 3
 
 
+def test_a_cache_made_in_inference_mode_serves_outside_of_it(tiny: LanguageModel):
+    engine = CachedEngine(tiny, max_model_len=32)
+    with torch.inference_mode():
+        inside = engine.generate("ab", free())[0].token_ids
+    assert engine.generate("ab", free())[0].token_ids == inside == hf_generate(tiny, [97, 98], 6)
+
+
 def test_kv_cache_layer_by_hand():
     layer = KVCacheLayer(4)
     keys = torch.arange(12.0).view(1, 2, 3, 2)

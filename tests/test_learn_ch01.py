@@ -1,13 +1,13 @@
 """The exercises of chapter 1: stubs fail, solutions pass, every typical mistake is told apart from the others."""
 
 import math
+from typing import ClassVar
 
 import pytest
 import torch
+from exercise_checks import ExerciseChecks
 
 from minfer_lib.learn.checks import ch01
-from minfer_lib.learn.exercises import Exercise, Outcome
-from minfer_lib.learn.style import Picture
 from minfer_lib.memory import ModelShape, kv_bytes_per_token
 from minfer_lib.request import RequestMetrics
 from minfer_lib.shapes import SHAPES, shape_config
@@ -43,59 +43,9 @@ def step_time(flops, bytes_moved, peak_flops, bandwidth):
     return max(computing, reading), "memory" if reading > computing else "compute"
 
 
-SOLUTIONS = {f.__name__: f for f in (kv_bytes, first_token, split_latency, tokens_that_fit, step_time)}
-CHECKS = {exercise.name: getattr(ch01, f"check_{exercise.name}") for exercise in ch01.EXERCISES}
-MISTAKES = [
-    pytest.param(exercise, mistake, function, id=f"{exercise.name}: {mistake.name} {n}")
-    for exercise in ch01.EXERCISES
-    for mistake in exercise.mistakes
-    for n, function in enumerate(mistake.made_by)
-]
-
-
-def test_there_are_three_to_five():
-    assert 3 <= len(ch01.EXERCISES) <= 5 and set(CHECKS) == set(SOLUTIONS)
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_the_stub_fails_and_the_solution_passes(name, capsys):
-    def stub(*args): ...
-
-    assert CHECKS[name](stub) is False
-    assert capsys.readouterr().out == f"{name}: not solved yet. Replace the ... in it, then run the cell again.\n"
-    assert CHECKS[name](SOLUTIONS[name]) is True
-    assert capsys.readouterr().out.startswith(f"{name}: right, in all ")
-
-
-@pytest.mark.parametrize(("exercise", "mistake", "function"), MISTAKES)
-def test_each_typical_mistake_fails_with_its_own_hint(exercise, mistake, function, capsys):
-    assert CHECKS[exercise.name](function) is False
-    assert capsys.readouterr().out.rstrip().endswith(f"Hint: {mistake.hint}")
-
-
-@pytest.mark.parametrize("exercise", ch01.EXERCISES, ids=lambda e: e.name)
-def test_hints_are_different_and_lines_are_not_too_long(exercise: Exercise, capsys):
-    hints = [mistake.hint for mistake in exercise.mistakes]
-    assert len(set(hints)) == len(hints) >= 3 and exercise.hint not in hints
-    for mistake in exercise.mistakes:
-        exercise.check(mistake.made_by[0])
-        first_lines = capsys.readouterr().out.splitlines()[:4]
-        assert max(map(len, first_lines)) <= 130
-
-
-@pytest.mark.parametrize("exercise", ch01.EXERCISES, ids=lambda e: e.name)
-def test_pictures_can_be_drawn_for_right_and_for_wrong_answers(exercise: Exercise):
-    picture = exercise.draw(SOLUTIONS[exercise.name])
-    assert isinstance(picture, Picture) and len(picture.png()) < 60_000
-    drawn = 0
-    for mistake in exercise.mistakes:
-        for function in mistake.made_by:
-            if all(Outcome.of(function, case.args).error is None for case in exercise.cases):
-                try:
-                    drawn += isinstance(exercise.draw(function), Picture)
-                except Exception:  # the check reports it; most must be drawable all the same
-                    continue
-    assert drawn >= 2
+class TestExercises(ExerciseChecks):
+    chapter = ch01
+    solutions: ClassVar = {f.__name__: f for f in (kv_bytes, first_token, split_latency, tokens_that_fit, step_time)}
 
 
 # -- the expected values against the package ------------------------------------------------------------------------

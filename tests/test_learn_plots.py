@@ -15,7 +15,7 @@ from minfer_lib.learn import plots
 from minfer_lib.learn.plots.memory import spread
 from minfer_lib.learn.plots.profile import shortened
 from minfer_lib.learn.plots.tokens import visible
-from minfer_lib.learn.style import Picture
+from minfer_lib.learn.style import Picture, colour_of
 
 GIB = 2**30
 STEP = ("decode", 1, 0.018)
@@ -73,6 +73,11 @@ EXAMPLES = {
     ),
     "gain_vs_length": lambda: plots.gain_vs_length([16, 64, 256], [0.9, 1.7, 5.4], engine="cached", over="naive"),
     "bars_by_engine": lambda: plots.bars_by_engine({"hf generate": 13.0, "naive": 2.0, "fast": 120.0}, unit="tokens/s"),
+    "unit_line": lambda: plots.unit_line(["mat", "sofa", "floor", "moon"], [0.5, 0.3, 0.19, 0.01], u=0.9),
+    "unit_line, at its ends": lambda: plots.unit_line(["a", "b"], [0.4, 0.6], u=0.0),
+    "curves, five that end together": lambda: plots.curves(
+        [0, 1], {f"w{n}": [1 - n / 4, 0.2 + n / 100] for n in range(5)}, xlabel="x", ylabel="y", y_range=(0, 1)
+    ),
     "curves": lambda: plots.curves([1, 2, 4], {"a": [1, np.nan, 3], "b": [3, 2, 1]}, xlabel="x", ylabel="y"),
     "curves, logarithmic": lambda: plots.curves(
         [1, 32, 1024], {"step": [3.5, 3.5, 14.3]}, xlabel="requests", ylabel="ms", log_x=True, log_y=True
@@ -81,9 +86,12 @@ EXAMPLES = {
     "recomputed_keys, many": lambda: plots.recomputed_keys(prompt=60, steps=40),
     "causal_mask": lambda: plots.causal_mask(3, 8),
     "causal_mask, words": lambda: plots.causal_mask(3, 8, key_labels=KING, query_labels=KING[-3:], window=4),
+    "attention_mask": lambda: plots.attention_mask([[True, False, True], [False, True, True]]),
+    "attention_weights": lambda: plots.attention_weights([[1.0], [0.2, 0.8], [0.1, 0.3, 0.6]], room=4),
     "cache_fill": lambda: plots.cache_fill([12, 30, 7], 48),
     "cache_fill, long": lambda: plots.cache_fill([300, 1200], [2048, 4096], bytes_per_token=46080, labels=["a", "b"]),
     "head_groups": lambda: plots.head_groups(28, 4),
+    "head_groups, mistaken": lambda: plots.head_groups(9, 3, reads=[n % 3 for n in range(9)], title="Not like this"),
 }
 
 
@@ -162,6 +170,24 @@ def test_the_mistaken_mask_hides_what_came_before():
     assert head(plots.causal_mask(3, 8, bottom_right=False)) == "3 new of 8 tokens: 6 of 24 pairs are seen"
 
 
+def test_any_mask_can_be_drawn_and_is_counted():
+    assert head(plots.attention_mask([[1, 0, 1], [0, 1, 1]])) == "2 new of 3 tokens: 4 of 6 pairs are seen"
+
+
+def test_attention_weights_leave_unread_rows_empty():
+    figure = plots.attention_weights([[1.0], [0.25, 0.75]], room=4)
+    assert len(figure.axes[0].patches) == 8  # two steps over four rows
+    numbers = [t.get_text() for t in figure.axes[0].texts if "." in t.get_text()]
+    assert numbers == ["1.00", "0.25", "0.75"]
+    assert head(figure) == "2 steps read 3 of 8 rows"
+
+
+def test_head_groups_draw_the_assignment_they_are_given():
+    for reads, expected in ((None, [0, 0, 0, 1, 1, 1, 2, 2, 2]), ([n % 3 for n in range(9)], [0, 1, 2] * 3)):
+        lines = plots.head_groups(9, 3, reads=reads).axes[0].lines
+        assert [round((line.get_xdata()[1] - 1.5) / 3) for line in lines] == expected
+
+
 def test_captions_are_computed():
     assert head(plots.cache_fill([12, 30, 7], 48)) == "95 of 144 reserved tokens hold nothing: 66%"
     assert "201 MiB" in head(plots.cache_fill([300, 1200, 77], 2048, bytes_per_token=46080))
@@ -169,9 +195,9 @@ def test_captions_are_computed():
     assert head(plots.token_boxes(["<s>", "abc"], [1, 8], special={1})) == "2 tokens, 3 characters"
     assert head(plots.head_groups(9, 3)) == "9 query heads read 3 KV heads, 3 share each"
     stack = plots.memory_stack({"a": {"weights": 9 * GIB}, "b": {"weights": 7 * GIB}}, budgets={"8 GiB": 8 * GIB})
-    assert head(stack) == "1 of 2 fit into 8 GiB"
+    assert head(stack) == "1 of 2 fit (8 GiB)"
     growth = plots.kv_growth({"32": 524288, "8": 131072}, lengths=[0, 4096], mark=2048)
-    assert head(growth) == "At 2,048 tokens the cache takes 1.00 GiB or 256 MiB"
+    assert head(growth) == "At 2,048 tokens the cache takes from 256 MiB to 1.00 GiB"
     roof = plots.roofline(1e15, 4e12, {"decode": (1, None)})
     assert head(roof) == "Below 250 FLOP for each byte, this machine waits for memory"
     bars = plots.filtered_bars(["a", "b", "c"], [0.5, 0.3, 0.2], [0.625, 0.375, 0.0])
@@ -194,6 +220,26 @@ def test_fitted_curves_write_their_formula():
     square = plots.step_times({"naive": ([1, 2, 3, 4], [2 - n + 3 * n * n for n in (1, 2, 3, 4)])}, fit=2)
     assert square.alt == "step time: naive fit: 2 − 1 n + 3 n² ms"
     assert plots.step_times({"naive": ([1, 2], [1, 2])}, fit=2).alt == "step time: naive not fitted"
+
+
+def test_the_arrow_falls_on_the_token_whose_stretch_holds_u():
+    words, probs = ["mat", "sofa", "floor"], [0.5, 0.3, 0.2]
+    for u, word in ((0.0, "mat"), (0.4999, "mat"), (0.5, "sofa"), (0.79, "sofa"), (0.81, "floor"), (0.999, "floor")):
+        figure = plots.unit_line(words, probs, u=u)
+        assert head(figure) == f"The arrow falls on '{word}'" and figure.alt.endswith(f"{u:.3f} falls on {word}")
+    assert plots.unit_line(words, probs).alt == "a line from 0 to 1: mat 50.0%, sofa 30.0%, floor 20.0%"
+
+
+def test_every_curve_is_named_where_they_end_together():
+    for values in ([1, 30], [30, 1], [1, 1]):
+        figure = plots.curves([1, 9], {"arrived": values, "released": values, "c": values}, xlabel="x", ylabel="y")
+        assert {"arrived", "released", "c"} <= {text.get_text() for text, _ in drawn_texts(figure)}
+
+
+def test_an_engine_has_its_colour_among_curves():
+    figure = plots.curves([1, 2], {"naive": [1, 2], "each token once": [1, 1]}, xlabel="x", ylabel="y")
+    naive, other = (line.get_color() for line in figure.axes[0].lines)
+    assert naive == colour_of("naive") and other != naive
 
 
 def test_profile_shares_count_what_is_not_drawn():

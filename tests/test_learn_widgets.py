@@ -163,7 +163,9 @@ def test_sampling_explorer_takes_texts_or_a_function_and_leaves_the_logits_alone
     assert torch.equal(logits, before)
     best = int(logits.argmax())
     assert f"t{best} " in named.alt.splitlines()[0]
-    assert "5 of 50 tokens kept" in named.alt
+    for params in (SamplingParams(temperature=1.5, top_p=0.9), SamplingParams(temperature=1.5, min_p=0.1)):
+        kept = int((widgets.next_token_distribution(logits, params) > 0).sum())
+        assert 1 < kept < 50 and f"{kept} of 50 tokens kept" in named.alt
 
 
 def test_cache_explorer_counts_reserved_and_used():

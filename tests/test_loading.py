@@ -105,13 +105,13 @@ def test_shapes_have_the_sizes_they_are_named_after(name: str):
 
 
 def test_a_shape_serves_ids_alone():
-    lm = load_model("shape:SmolLM2-135M", dtype="bfloat16")
+    lm = load_model("SHAPE:SmolLM2-135M", dtype="bfloat16")
     assert lm.name == "shape:smollm2-135m" and lm.dtype == torch.bfloat16 and lm.tokenizer is None
     output = CachedEngine(lm, max_model_len=16).generate([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))[0]
     assert len(output.token_ids) == 2 and output.text == ""
 
 
-@pytest.mark.parametrize("name", ["shape:qwen", "shape:", "shape:gpt-4"])
+@pytest.mark.parametrize("name", ["shape:qwen", "SHAPE:qwen", "shape:", "shape:gpt-4"])
 def test_an_unknown_shape_names_those_there_are(name: str):
     with pytest.raises(ModelNotFound, match=r"`llama-2-7b`.*`qwen2\.5-7b`"):
         load_model(name)
@@ -347,6 +347,17 @@ def test_an_architecture_that_transformers_does_not_know(folder: Path):
     edit(folder / "config.json", model_type="from-the-future")
     with pytest.raises(UnsupportedModel, match=r"model is not a decoder-only.*from-the-future"):
         load_model(folder)
+
+
+def test_code_that_comes_with_a_model_is_never_run(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Left to itself transformers would ask on the terminal, and a line of piped input might say yes."""
+    monkeypatch.setattr("builtins.input", lambda *args: "y")
+    modules = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    edit(folder / "config.json", model_type="own-code", auto_map=modules)
+    (folder / "code.py").write_text(f"open({str(folder / 'it ran')!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
+    with pytest.raises(UnsupportedModel, match="model is not a decoder-only"):
+        load_model(folder)
+    assert not (folder / "it ran").exists()
 
 
 def test_an_encoder_decoder(tmp_path: Path):

@@ -250,3 +250,9 @@ def on_colour(colour: str) -> str:
     """Ink for text on a fill: dark on light fills, white on dark ones."""
     red, green, blue = mpl.colors.to_rgb(colour)
     return INK if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 > 0.25 else "#ffffff"
+
+
+def darker(colour: str, share: float = 0.45) -> str:
+    """A colour mixed with ink, for text beside a line that is too light to read as text."""
+    mixed = (1 - share) * np.array(mpl.colors.to_rgb(colour)) + share * np.array(mpl.colors.to_rgb(INK))
+    return mpl.colors.to_hex(mixed)

@@ -104,7 +104,7 @@ def sampling_explorer(
         positions=[
             {"temperature": 0.5},
             {"temperature": 1.5},
-            {"temperature": 1.5, "top_k": 5},
+            {"temperature": 1.5, "top_p": 0.9},
             {"temperature": 1.5, "min_p": 0.1},
         ],
     )

@@ -4,14 +4,17 @@ Invariant: a function takes plain numbers and strings and returns a `style.Pictu
 last line of a cell. A headline states a finding only if it was computed from the data that was drawn.
 """
 
-from .caches import cache_fill, causal_mask, head_groups, recomputed_keys
+from .attention import attention_mask, attention_weights, causal_mask, head_groups
+from .caches import cache_fill, recomputed_keys
 from .memory import kv_growth, memory_stack, roofline
 from .profile import TimelineStep, prefill_decode_timeline, time_by_operator
 from .steps import bars_by_engine, curves, gain_vs_length, step_times
-from .tokens import filtered_bars, token_boxes, top_tokens
+from .tokens import filtered_bars, token_boxes, top_tokens, unit_line
 
 __all__ = [
     "TimelineStep",
+    "attention_mask",
+    "attention_weights",
     "bars_by_engine",
     "cache_fill",
     "causal_mask",
@@ -28,4 +31,5 @@ __all__ = [
     "time_by_operator",
     "token_boxes",
     "top_tokens",
+    "unit_line",
 ]

@@ -87,7 +87,7 @@ def memory_stack(
         figure.legend(loc="outside lower center", ncols=len(names))
     if title is None and budgets:
         name, limit = next(iter(budgets.items()))
-        title = f"{sum(total <= limit for total in totals.values())} of {len(rows)} fit into {name}"
+        title = f"{sum(total <= limit for total in totals.values())} of {len(rows)} fit ({name})"
     headline(figure, title)
     figure.alt = "memory: " + "; ".join(f"{label} {format_bytes(total)}" for label, total in totals.items())
     return figure
@@ -132,7 +132,7 @@ def kv_growth(
     ax.set_xlabel("tokens in the cache")
     _bytes_axis(ax.yaxis, top)
     quiet(ax, grid="y")
-    computed = format_bytes(most * at) + (f" or {format_bytes(least * at)}" if least < most else "")
+    computed = (f"from {format_bytes(least * at)} to " if least < most else "") + format_bytes(most * at)
     headline(figure, title or f"At {at:,.0f} tokens the cache takes {computed}")
     figure.alt = "KV cache: " + "; ".join(
         f"{label} {format_bytes(s)} per token" for label, s in bytes_per_token.items()

@@ -42,7 +42,7 @@ def time_by_operator(
     shown, rest = order[:most], order[most:]
     labels = [shortened(names[i].removeprefix("aten::")) for i in shown] + ([f"{len(rest)} others"] if rest else [])
     values = [float(ms[i]) for i in shown] + ([float(sum(ms[i] for i in rest))] if rest else [])
-    kinds = list(dict.fromkeys(groups[i] for i in order)) if groups else []
+    kinds = sorted(set(groups)) if groups else []  # by name, so that a group keeps its colour from run to run
     colour = {kind: GROUP_COLOURS[n % len(GROUP_COLOURS)] for n, kind in enumerate(kinds)}
     colours = [colour[groups[i]] if groups else DATA for i in shown] + ([UNUSED] if rest else [])
     figure, ax = canvas(7.0, 1.0 + 0.28 * len(labels) + (0.3 if groups else 0.0))

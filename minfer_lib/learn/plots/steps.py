@@ -18,6 +18,7 @@ from ..style import (
     bar_style,
     canvas,
     colour_of,
+    darker,
     drawing,
     engine_family,
     headline,
@@ -109,7 +110,7 @@ def gain_vs_length(
     ax.set_ylim(0, max(*gain, 1.0) * 1.2)
     ax.set_xticks(lengths, [f"{x:,.0f}" for x in lengths])
     ax.minorticks_off()
-    ax.margins(x=0.05)
+    ax.margins(x=0.09)  # room for the first number beside the axis
     ax.set_xlabel(xlabel)
     ax.set_ylabel("times faster")
     quiet(ax, grid="y")
@@ -157,22 +158,34 @@ def curves(
     if log_x:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.10g}"))
     if log_y:
         ax.set_yscale("log")
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,g}"))
         ax.yaxis.set_minor_locator(NullLocator())
     ax.set_xlim(min(x), max(x))  # also where a curve has gaps at its ends
-    for (name, values), colour in zip(series.items(), GROUP_COLOURS, strict=False):
+    ends = []
+    for (name, values), group in zip(series.items(), GROUP_COLOURS, strict=False):
         y = np.asarray(values, dtype=float)
+        colour = colour_of(name) if engine_family(name) else group  # an engine keeps its colour here too
         ax.plot(x, y, color=colour)
-        last = np.flatnonzero(np.isfinite(y))
-        if len(series) > 1 and len(last):
-            ax.annotate(
-                name, (x[last[-1]], y[last[-1]]), textcoords="offset points", xytext=(7, 0), va="center", color=colour
-            )
+        if len(last := np.flatnonzero(np.isfinite(y))):
+            ends.append((name, x[last[-1]], float(y[last[-1]]), colour))
     if y_range:
         ax.set_ylim(*y_range)
+    heights = [y for _, _, y, _ in ends]
+    if ends and not log_y:
+        low, high = ax.get_ylim()
+        heights = spread(heights, 0.075 * (high - low))
+        heights = [height - max(0.0, max(heights) - high) for height in heights]  # none above the picture
+    for (name, at, _, colour), height in zip(ends, heights, strict=True):
+        if len(series) > 1:
+            ink = colour if engine_family(name) else darker(colour)
+            ax.annotate(
+                name, (at, height), textcoords="offset points", xytext=(7, 0), va="center", color=ink,
+                annotation_clip=False,
+            )  # fmt: skip
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
     quiet(ax, grid="y")

@@ -1,4 +1,4 @@
-"""Pictures of tokens: text cut into pieces, and the probabilities of what may come next.
+"""Pictures of tokens: text cut into pieces, the probabilities of what may come next, and the draw of one of them.
 
 Invariant: every function takes plain data and returns a figure; none of them knows a model or a tokenizer.
 """
@@ -12,7 +12,7 @@ from matplotlib import get_data_path
 from matplotlib.ft2font import FT2Font
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from ..style import CARD, DATA, INK, SOFT_INK, UNUSED, Picture, canvas, drawing, headline, quiet
+from ..style import CARD, DATA, INK, SOFT_INK, UNUSED, Picture, canvas, drawing, headline, on_colour, quiet
 
 BOX_FILLS = ("#cfe0f3", "#f6dfc0", "#cdebdc", "#e6d7f5", "#f4d3d1")  # tints of the engines' colours
 SPECIAL_FILL = "#e9e7e1"
@@ -176,6 +176,45 @@ def filtered_bars(
     figure.alt = f"{kept} of {len(before)} tokens kept: " + ", ".join(
         f"{visible(tokens[i])} {'dropped' if d else _percent(n)}" for i, n, d in zip(order, now, dropped, strict=True)
     )
+    return figure
+
+
+@drawing
+def unit_line(
+    tokens: Sequence[str], probs: Sequence[float], *, u: float | None = None, title: str | None = None
+) -> Picture:
+    """A line of length 1 cut into a stretch for each token, as long as its probability, in the order given.
+
+    `u` in [0, 1) is a random number; the arrow falls on the token that it draws, which is named in the headline.
+    """
+    figure, ax = canvas(7.0, 1.75)
+    end, drawn = 0.0, None
+    for n, (token, p) in enumerate(zip(tokens, probs, strict=True)):
+        start, end = end, end + float(p)
+        hit = u is not None and start <= u < end
+        drawn = token if hit else drawn
+        fill = INK if hit else BOX_FILLS[n % len(BOX_FILLS)]
+        ax.add_patch(Rectangle((start, 0), float(p), 1, facecolor=fill, edgecolor=CARD, linewidth=1.2))
+        name = visible(token)
+        if p > 0.012 * (len(name) + 1):  # else it would not fit
+            ax.text(
+                start + p / 2, 0.5, name, ha="center", va="center", family="monospace", size=9.5,
+                color=on_colour(fill),
+            )  # fmt: skip
+    if u is not None:
+        ax.annotate(
+            f"u = {u:.3f}", (u, 1.0), xytext=(u, 1.75), ha="center", va="center", size=9,
+            arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.4},
+        )  # fmt: skip
+    ax.set_xlim(-0.04, 1.04)
+    ax.set_ylim(0, 2.1 if u is not None else 1.1)
+    ax.set_yticks([])
+    ax.set_xticks([0, 0.25, 0.5, 0.75, 1])
+    quiet(ax, spines=("bottom",))
+    headline(figure, title or (f"The arrow falls on {visible(drawn)!r}" if drawn is not None else None))
+    figure.alt = "a line from 0 to 1: " + ", ".join(
+        f"{visible(t)} {_percent(p)}" for t, p in zip(tokens, probs, strict=True)
+    ) + (f"; {u:.3f} falls on {visible(drawn)}" if drawn is not None else "")  # fmt: skip
     return figure
 
 

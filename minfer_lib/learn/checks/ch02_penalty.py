@@ -1,0 +1,105 @@
+"""Exercise of chapter 2 about the repetition penalty.
+
+Invariant: expected values were worked out by hand from the definition in the chapter, none comes from the package.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..exercises import Case, Exercise, Function, Mistake
+from .ch02_sampling import LOGITS, WORDS
+
+
+def _for_each_occurrence(logits: torch.Tensor, seen: list[int], penalty: float) -> torch.Tensor:
+    result = logits.clone()
+    for token in seen:
+        result[token] = result[token] / penalty if result[token] > 0 else result[token] * penalty
+    return result
+
+
+def _on_seen(change: Function) -> Function:
+    """A wrong penalty: `change(values of the seen tokens, penalty)`, on each of them once."""
+
+    def penalise(logits: torch.Tensor, seen: list[int], penalty: float) -> torch.Tensor:
+        ids = torch.tensor(sorted(set(seen)), dtype=torch.long)
+        result = logits.clone()
+        result[ids] = change(logits[ids], penalty)
+        return result
+
+    return penalise
+
+
+def _draw_penalise(penalise: Function) -> Any:
+    from .. import plots
+
+    before = torch.tensor(LOGITS)
+    after = torch.as_tensor(penalise(before.clone(), [2, 3], 1.5)).softmax(-1).tolist()
+    was = before.softmax(-1).tolist()
+    change = ", ".join(f"{WORDS[n]} {'less' if after[n] < was[n] else 'MORE'} likely" for n in (2, 3))
+    return plots.filtered_bars(WORDS, was, after, title=f"floor and moon were seen: {change}")
+
+
+PENALISE = Exercise(
+    name="penalise",
+    parameters=("logits", "seen", "penalty"),
+    cases=(
+        Case((torch.tensor([2.0, 1.0, -1.0]), [0], 2.0), [1.0, 1.0, -1.0], "a positive logit"),
+        Case((torch.tensor([2.0, 1.0, -1.0]), [2], 2.0), [2.0, 1.0, -2.0], "a negative logit"),
+        Case((torch.tensor([3.0, 0.0, -1.0, 6.0]), [3, 3, 3], 1.5), [3.0, 0.0, -1.0, 4.0], "seen three times"),
+        Case((torch.tensor([1.0, -2.0]), [], 1.3), [1.0, -2.0], "nothing was seen"),
+    ),
+    mistakes=(
+        Mistake(
+            "divides negative logits",
+            "A negative logit divided by the penalty moves up: -1 / 2 is -0.5, and the token gets likelier. Multiply "
+            "where the logit is negative.",
+            (_on_seen(lambda values, penalty: values / penalty),),
+        ),
+        Mistake(
+            "multiplies",
+            "You multiply positive logits: 2 becomes 4, and the token gets likelier. Divide where a logit is positive.",
+            (
+                _on_seen(lambda values, penalty: values * penalty),
+                _on_seen(lambda values, penalty: torch.where(values > 0, values * penalty, values / penalty)),
+            ),
+        ),
+        Mistake(
+            "once for each occurrence",
+            "A token that was seen three times is punished three times here. The repetition penalty counts whether a "
+            "token was seen, not how often (that is the frequency penalty): go through the set of ids.",
+            (_for_each_occurrence,),
+        ),
+        Mistake(
+            "subtracts",
+            "You take the penalty off. That is how presence and frequency penalties work; the repetition penalty "
+            "divides and multiplies.",
+            (_on_seen(lambda values, penalty: values - penalty),),
+        ),
+        Mistake(
+            "every token",
+            "You changed tokens that were not seen. Only the ids in `seen` are punished.",
+            (
+                lambda logits, seen, penalty: torch.where(logits > 0, logits / penalty, logits * penalty),
+                lambda logits, seen, penalty: logits / penalty,
+            ),
+        ),
+        Mistake(
+            "new tokens only",
+            "You punish the tokens that were not seen and spare those that were. It is the other way round.",
+            (
+                lambda logits, seen, penalty: torch.tensor(
+                    [
+                        float(x) if n in seen else float(x / penalty if x > 0 else x * penalty)
+                        for n, x in enumerate(logits)
+                    ]
+                ),
+            ),
+        ),
+    ),
+    hint="For every id in set(seen): a positive logit is divided by the penalty, a negative one multiplied.",
+    solved="Both ways the logit goes down, once for each token that was seen, and the others stay as they are.",
+    draw=_draw_penalise,
+)

@@ -1,0 +1,146 @@
+"""Pictures of attention: who may look at whom, how much, and which heads share their keys.
+
+Invariant: every number in a caption is counted from what was drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import LinearSegmentedColormap, to_hex
+from matplotlib.patches import Rectangle
+
+from ..style import CARD, ENGINE_COLOURS, KV_CACHE, SOFT_INK, UNUSED, Picture, canvas, drawing, headline, on_colour
+
+HIDDEN = "#e6e4dd"
+
+
+def squares(ax: Axes, cells: Sequence[tuple[int, int]], colour: str) -> None:
+    """A square in each of the cells (column, row), drawn at once: a picture may have thousands."""
+    low, high = 0.06, 0.94
+    corners = [[(x + dx, y + dy) for dx, dy in ((low, low), (high, low), (high, high), (low, high))] for x, y in cells]
+    ax.add_collection(PolyCollection(corners, facecolors=colour, linewidths=0), autolim=False)
+
+
+@drawing
+def causal_mask(
+    q_len: int, kv_len: int, *, window: int | None = None, query_labels: Sequence[str] | None = None,
+    key_labels: Sequence[str] | None = None, bottom_right: bool = True, title: str | None = None,
+) -> Picture:  # fmt: skip
+    """Who may look at whom: a row for each of `q_len` new tokens, a column for each of the `kv_len` keys.
+
+    The new tokens are the last ones, so the triangle ends in the bottom right corner: row i sees the keys up to
+    kv_len - q_len + i (with `window` only the latest so many). `bottom_right=False` draws the classic mistake of a
+    mask that starts in the top left corner, for comparison.
+    """
+    offset = kv_len - q_len if bottom_right else 0
+    first = [0 if window is None else max(0, offset + row - window + 1) for row in range(q_len)]
+    seen = [[first[row] <= column <= offset + row for column in range(kv_len)] for row in range(q_len)]
+    return attention_mask(seen, query_labels=query_labels, key_labels=key_labels, title=title)
+
+
+@drawing
+def attention_mask(
+    seen: Sequence[Sequence[bool]], *, query_labels: Sequence[str] | None = None,
+    key_labels: Sequence[str] | None = None, title: str | None = None,
+) -> Picture:  # fmt: skip
+    """Any mask: `seen[i][j]` says whether new token i looks at key j. The new tokens are the last of the keys."""
+    q_len, kv_len = len(seen), len(seen[0])
+    old = kv_len - q_len  # columns before this one are keys that were in the cache already
+    side = min(0.34, 5.4 / kv_len)
+    figure, ax = canvas(max(4.6, side * kv_len + 1.4), 1.15 + side * q_len)
+    cells = [(column, row) for row in range(q_len) for column in range(kv_len)]
+    count = sum(bool(seen[row][column]) for column, row in cells)
+    squares(ax, [(column, row) for column, row in cells if not seen[row][column]], HIDDEN)
+    squares(ax, [(column, row) for column, row in cells if seen[row][column] and column < old], KV_CACHE)
+    squares(
+        ax, [(column, row) for column, row in cells if seen[row][column] and column >= old], ENGINE_COLOURS["cached"]
+    )
+    words = key_labels or [str(n) for n in range(kv_len)]
+    queries = query_labels or [str(old + n) for n in range(q_len)]
+    size = 9.0 if side > 0.25 else 7.0
+    slanted = any(len(word) > 3 for word in words)
+    for column, word in enumerate(words):
+        label = ax.text(column + 0.5, -0.15, word, ha="center", va="bottom", size=size)
+        if slanted:
+            label.set(x=column + 0.35, ha="left", rotation=40, rotation_mode="anchor")
+    for row, word in enumerate(queries):
+        ax.text(-0.2, row + 0.5, word, ha="right", va="center", size=size)
+    ax.set_xlim(-0.55 / side, (figure.get_figwidth() - 0.85) / side)
+    ax.set_ylim(q_len, -0.9)
+    ax.set_aspect("equal", anchor="NW")
+    ax.axis("off")
+    headline(figure, title or f"{q_len} new of {kv_len} tokens: {count} of {q_len * kv_len} pairs are seen")
+    handles = [Rectangle((0, 0), 1, 1, color=KV_CACHE, label="sees an old key"),
+               Rectangle((0, 0), 1, 1, color=ENGINE_COLOURS["cached"], label="sees a new key"),
+               Rectangle((0, 0), 1, 1, color=HIDDEN, label="hidden")]  # fmt: skip
+    figure.legend(handles=handles if old else handles[1:], loc="outside lower left", ncols=3)
+    figure.alt = f"mask of {q_len} queries over {kv_len} keys: {count} of {q_len * kv_len} pairs are seen"
+    return figure
+
+
+@drawing
+def attention_weights(
+    weights: Sequence[Sequence[float]], *, room: int | None = None, row_labels: Sequence[str] | None = None,
+    title: str | None = None,
+) -> Picture:  # fmt: skip
+    """How much each query takes from each row of the cache: one line a step, darker for more.
+
+    `weights[i]` holds one number for each row that step i read; lines may differ in length. `room` is the number of
+    rows that the cache has (None: the most that any step read); rows that a step did not read stay empty.
+    """
+    columns = max(room or 0, *(len(line) for line in weights))
+    figure, ax = canvas(max(4.6, 0.62 * columns + 1.5), 0.85 + 0.36 * len(weights))
+    shade = LinearSegmentedColormap.from_list("weights", [CARD, ENGINE_COLOURS["cached"]])
+    for y, line in enumerate(weights):
+        for x in range(columns):
+            weight = line[x] if x < len(line) else None
+            fill = UNUSED if weight is None else to_hex(shade(0.12 + 0.88 * min(1.0, max(0.0, weight))))
+            ax.add_patch(Rectangle((x + 0.04, y + 0.08), 0.92, 0.84, color=fill, linewidth=0))
+            if weight is not None:
+                ax.text(x + 0.5, y + 0.5, f"{weight:.2f}", ha="center", va="center", size=9, color=on_colour(fill))
+        name = row_labels[y] if row_labels else f"step {y + 1}"
+        ax.text(-0.12, y + 0.5, name, ha="right", va="center", size=9)
+    for x in range(columns):
+        ax.text(x + 0.5, len(weights) + 0.12, f"row {x}", ha="center", va="top", size=8.5, color=SOFT_INK)
+    ax.set_xlim(-1.35, columns + 0.1)
+    ax.set_ylim(len(weights) + 0.55, 0)
+    ax.axis("off")
+    read = sum(len(line) for line in weights)
+    headline(figure, title or f"{len(weights)} steps read {read} of {len(weights) * columns} rows")
+    figure.alt = "attention weights: " + "; ".join(" ".join(f"{w:.2f}" for w in line) for line in weights)
+    return figure
+
+
+@drawing
+def head_groups(
+    query_heads: int, kv_heads: int, *, reads: Sequence[int] | None = None, title: str | None = None
+) -> Picture:
+    """Which query heads share which key/value head (grouped-query attention, Ainslie et al. 2023).
+
+    Query head i reads key/value head i // (query_heads / kv_heads): neighbours share, and only KV heads are cached.
+    `reads` draws another assignment: the KV head of each query head.
+    """
+    group = query_heads // kv_heads
+    owners = [i // group for i in range(query_heads)] if reads is None else list(reads)
+    figure, ax = canvas(7.0, 1.9)
+    for i, owner in enumerate(owners):
+        ax.add_patch(Rectangle((i + 0.1, 1.5), 0.8, 0.5, color=SOFT_INK, linewidth=0))
+        ax.plot([i + 0.5, owner * group + group / 2], [1.46, 0.64], color=SOFT_INK, linewidth=0.9)
+    for j in range(kv_heads):
+        ax.add_patch(Rectangle((j * group + group / 2 - 0.4, 0.1), 0.8, 0.5, color=KV_CACHE, linewidth=0))
+    if query_heads <= 32:
+        for i in range(query_heads):
+            ax.text(i + 0.5, 1.75, str(i), ha="center", va="center", size=8, color="#ffffff")
+        for j in range(kv_heads):
+            ax.text(j * group + group / 2, 0.35, str(j), ha="center", va="center", size=8)
+    ax.text(-0.3, 1.75, "query heads", ha="right", va="center", size=9)
+    ax.text(-0.3, 0.35, "KV heads", ha="right", va="center", size=9)
+    ax.set_xlim(-query_heads * 0.18, query_heads)
+    ax.set_ylim(0, 2.1)
+    ax.axis("off")
+    headline(figure, title or f"{query_heads} query heads read {kv_heads} KV heads, {group} share each")
+    figure.alt = f"{query_heads} query heads share {kv_heads} KV heads, {group} each"
+    return figure
