@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import checks, plots, widgets
-    from .sliders import explore
     from .quiet import quiet_stderr
+    from .sliders import explore
     from .source import show
     from .style import colour_of, use_style
 
