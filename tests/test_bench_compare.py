@@ -47,9 +47,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True)
-def full_length(monkeypatch):
-    monkeypatch.delenv("MINFER_FAST", raising=False)
+@pytest.fixture(autouse=True, scope="module")
+def full_length():
+    """Of the module, since `found` is too: CI sets MINFER_FAST, which would shorten the workload that it measures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MINFER_FAST", raising=False)
+        yield
 
 
 @pytest.fixture(scope="module")
