@@ -55,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing it at exit would fail again
         return 141
+    except OSError as error:  # a full disk, a folder that may not be written
+        note(f"minfer: {error}")
+        return 2
 
 
 def note(text: str) -> None:
@@ -131,7 +134,8 @@ def generate(args: argparse.Namespace) -> int:
     prompt = prompt_of(lm, text, args)
     if args.json:
         output = engine.generate(prompt, params)[0]
-        print(json.dumps(record(output, lm, args.engine), ensure_ascii=False))
+        ascii_only = "utf" not in (sys.stdout.encoding or "").lower()  # other encodings would turn letters into ?
+        print(json.dumps(record(output, lm, args.engine), ensure_ascii=ascii_only))
         return ENDED_BADLY.get(output.finish_reason, 0)
     reason = speak(engine, lm, prompt, params, stats=args.stats)[1]
     return ENDED_BADLY.get(reason, 0)
@@ -141,7 +145,9 @@ def prompt_of(lm: LanguageModel, text: str, args: argparse.Namespace) -> str | l
     """A prompt as the engine takes it: in the chat template if the model has one, as it is with --raw."""
     if lm.tokenizer is None:
         try:
-            return [int(part) for part in text.replace(",", " ").split()]
+            if ids := [int(part) for part in text.replace(",", " ").split()]:
+                return ids
+            raise ValueError("no ids at all")
         except ValueError:
             raise InvalidPrompt(
                 f"{lm.name} has no tokenizer, so its prompt is a list of token ids such as '11 48 7'; {text!r} is not."

@@ -42,14 +42,15 @@ def packaged_model() -> Path:
     if is_intact(folder):
         return folder
     source = _find_gguf()  # before anything is created, so that its error comes first
+    from filelock import FileLock  # comes with torch
+    from safetensors import SafetensorError  # what weights raise that do not fit on the disk
+
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        from filelock import FileLock  # comes with torch
-
         with FileLock(folder.with_suffix(".lock")):
             if not is_intact(folder):  # another process may have made it while we waited
                 _convert(source, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise BadEnvironment(
             f"The model has to be converted once, and its folder in the cache could not be written: {error}. "
             "Free about 300 MB there, or set MINFER_CACHE to a folder that can be written."
@@ -143,6 +144,8 @@ def _convert(gguf: Path, folder: Path) -> None:
             manifest = {"format": FORMAT, "package": _package_version(), "files": files}
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
             steps.update()
+        for path in (temporary, *temporary.iterdir()):  # made private, though a cache may be shared
+            path.chmod(0o755 if path.is_dir() else 0o644)
         if folder.exists():  # damaged or old
             shutil.rmtree(folder)
         os.replace(temporary, folder)
