@@ -5,6 +5,7 @@ Invariant: these functions only look; the model is as it was afterwards.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -53,9 +54,13 @@ def position_limit(config: Any) -> int:
 def check_causal(model: PreTrainedModel, name: str) -> None:
     """Raises `UnsupportedModel` if an earlier position sees a later one, as in BERT: it would answer, and be wrong.
 
+    The same if it counts positions from elsewhere than 0 when it is not given any, as RoBERTa does.
+
     transformers loads such models as causal ones too; only two sequences with another second token tell.
     """
-    ids = torch.tensor([[0, 1], [0, 2]], device=model.get_input_embeddings().weight.device)
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)  # some models count no position for it
+    first_id, one, other = [i for i in range(4) if i != pad][:3]
+    ids = torch.tensor([[first_id, one], [first_id, other]], device=model.get_input_embeddings().weight.device)
     try:
         with torch.no_grad():
             first = model(input_ids=ids, use_cache=False).logits[:, 0].float()  # [2, vocab]
@@ -68,4 +73,15 @@ def check_causal(model: PreTrainedModel, name: str) -> None:
         raise UnsupportedModel(
             f"{name} ({model.config.model_type}) is not a causal language model: what it says of a token depends on "
             "the tokens after it. Choose a decoder, such as `Qwen/Qwen2.5-0.5B-Instruct`."
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return
+    with torch.no_grad():
+        counted = model(
+            input_ids=ids, position_ids=torch.arange(2, device=ids.device)[None].expand(2, 2), use_cache=False
+        )
+    if (counted.logits[:, 0].float() - first).abs().max() > tolerance * first.abs().max():
+        raise UnsupportedModel(
+            f"{name} ({model.config.model_type}) does not count positions from 0 unless it is told to, so its answers "
+            "would differ from those of generate(), which tells it. Choose a model with ordinary positions."
         )

@@ -38,6 +38,10 @@ def make_requests(
     params: one for all, one each, or None for the defaults. ids: where request ids come from.
     Raises `InvalidPrompt`, `PromptTooLong` or `InvalidParameter`, and then has made none.
     """
+    if lm.model.training:
+        raise InvalidParameter(
+            f"{lm.name} is in training mode, where dropout changes what it says. Call lm.model.eval() first."
+        )
     many = prompt_list(prompts)
     requests = []
     for prompt, each in zip(many, params_list(params, len(many)), strict=True):

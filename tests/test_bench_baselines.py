@@ -186,3 +186,11 @@ def test_other_refusals(llama):
         HFStaticBatch(llama, 2).generate([[1], []], fixed(1, 1))
     with pytest.raises(InvalidParameter, match="one min_tokens"):
         HFStaticBatch(llama, 2).generate(PROMPTS[:2], [SamplingParams(min_tokens=n) for n in (0, 1)])
+
+
+def test_a_padded_batch_that_passes_the_models_limit_is_refused():
+    lm = random_lm("llama")  # 128 positions
+    long, short, params = [5] * 125, [5, 6], SamplingParams(max_tokens=10, ignore_eos=True)
+    with pytest.raises(InvalidParameter, match="135 positions"):
+        HFStaticBatch(lm, 2).generate([long, short], params)  # the answer to `short` needs 10, behind 123 of padding
+    assert [len(out.token_ids) for out in HFStaticBatch(lm, 1).generate([long, short], params)] == [3, 10]

@@ -386,6 +386,12 @@ def test_the_same_architecture_as_a_decoder_is_served(tmp_path: Path):
     assert output.token_ids == hf_generate(lm, [5, 6, 7], 5)
 
 
+@pytest.mark.parametrize("model_type", ["roberta", "camembert"])
+def test_a_decoder_that_counts_positions_from_elsewhere(tmp_path: Path, model_type: str):
+    with pytest.raises(UnsupportedModel, match=f"{model_type}.*positions"):
+        load_model(save_random(tmp_path, model_type, is_decoder=True))
+
+
 def test_a_model_that_needs_more_than_ids(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     def forward(self: object, **kwargs: object) -> None:
         raise ValueError("You have to specify pixel_values")

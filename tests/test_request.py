@@ -336,3 +336,13 @@ def test_pieces_always_join_to_the_text(tiny, text: str, stop: list[str], min_to
     assert (
         shown == request.text if request.stop_reason is None else shown.startswith(request.text + request.stop_reason)
     )
+
+
+def test_a_model_in_training_mode_is_refused(tiny):
+    tiny.model.train()
+    try:
+        with pytest.raises(InvalidParameter, match=r"lm\.model\.eval\(\)"):
+            make(tiny, [1, 2])
+    finally:
+        tiny.model.eval()
+    assert make(tiny, [1, 2])

@@ -53,6 +53,7 @@ class HFSerial:
         batches = [requests[i : i + self.batch_size] for i in range(0, len(requests), self.batch_size)]
         for batch in batches:
             check_supported(batch)
+            check_room(batch, self.lm)
         self._held = (0, 0)
         with neutral(self.lm):
             for batch in batches:
@@ -157,6 +158,21 @@ def check_supported(batch: Sequence[Request]) -> None:
         raise InvalidParameter(
             "A padded batch has one min_tokens and one ignore_eos for all of its rows, and different ones were asked "
             "for. Make them equal, or use batch_size=1."
+        )
+
+
+def check_room(batch: Sequence[Request], lm: LanguageModel) -> None:
+    """Raises `InvalidParameter` if padding plus the longest answer would carry a row past the model's limit.
+
+    Every row of a padded batch is as long as the longest prompt and runs as long as the longest answer.
+    """
+    prompt = max(len(request.prompt_token_ids) for request in batch)
+    answer = max(request.max_new_tokens for request in batch)
+    if prompt + answer > lm.max_model_len:
+        raise InvalidParameter(
+            f"A padded batch of a prompt of {prompt} and an answer of {answer} tokens needs {prompt + answer} "
+            f"positions in every row, and {lm.name} has {lm.max_model_len}. Use a smaller batch_size, or requests of "
+            "like lengths."
         )
 
 
