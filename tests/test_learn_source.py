@@ -177,6 +177,13 @@ def test_html_is_coloured_and_escaped():
     assert 'class="minfer-k"' in page and 'class="minfer-c"' in page and "a &lt; " in page and "&amp;" in page
 
 
+def test_the_size_of_the_font_survives_a_viewer_that_drops_variables():
+    page = show(sampling.uniform)._repr_html_()
+    (style,) = re.findall(r'<pre style="([^"]*)"', page)
+    kept = dict(rule.split(":", 1) for rule in style.split(";") if "var(" not in rule)  # as in an untrusted notebook
+    assert (kept["font-size"], kept["line-height"]) == ("12px", "1.45")
+
+
 def test_colours_survive_a_slice_that_begins_inside_a_docstring():
     first = show(sampling.uniform).lines[0][0]
     page = show(sampling.uniform, lines=(first + 2, first + 3))._repr_html_()

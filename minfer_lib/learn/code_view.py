@@ -21,7 +21,9 @@ _SHEET = "".join(
     f".minfer-{kind}{{color:var(--jp-mirror-editor-{name}-color,{colour})!important}}"
     for kind, (colour, name) in _KINDS.items()
 )
-_FONT = "font:12px/1.45 var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace)"
+# One property each: the viewer of an untrusted notebook drops a property whose value it does not know, such as a
+# variable, and with the shorthand it would drop the size as well.
+_FONT = "font-size:12px;line-height:1.45;font-family:var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace)"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Source:
             rows.append(gutter + (note if number is None else coloured[number - self.first]))
         return (
             f"<style>{_SHEET}</style>"
-            f'<div style="font-size:90%;opacity:0.75;margin:0 0 4px 0"><code>{html.escape(self.caption)}</code></div>'
+            f'<div style="font-size:90%;opacity:0.75;margin:4px 0"><code>{html.escape(self.caption)}</code></div>'
             f'<pre style="{_FONT};white-space:pre;margin:0;padding:8px 12px;overflow-x:auto;'
             'border-left:3px solid rgba(128,128,128,0.5)">' + "\n".join(rows) + "</pre>"
         )

@@ -174,7 +174,9 @@ def live(draw: Draw, controls: Mapping[str, Slider | Choice]) -> Any:
     import ipywidgets
 
     inputs = {name: control.widget(name) for name, control in controls.items()}
-    image = ipywidgets.Image(format="png", layout=ipywidgets.Layout(max_width="100%", object_fit="contain"))
+    apart = "2px 2px 14px"  # from the picture of positions, which would look like a part of it
+    layout = ipywidgets.Layout(max_width="100%", object_fit="contain", margin=apart)
+    image = ipywidgets.Image(format="png", layout=layout)
     message = ipywidgets.HTML()
 
     def redraw(_: object = None) -> None:
