@@ -1,9 +1,9 @@
 """minfer: an LLM inference engine, built chapter by chapter.
 
 Reading order of the modules is that of the chapters: errors, environment, loading (with packaged, shapes,
-model_facts), tokenizer, memory; params, sampling, stopping, request, prompts, naive; kv_cache, cached. Beside the
-engine stand `bench`, which measures it, and `learn`, which the notebooks draw and explain with; the engine imports
-neither.
+model_facts), tokenizer, memory; params, sampling, stopping, request, prompts, naive; kv_cache, cached; packed_batch,
+attention, support, cache_size, scheduler, model_runner, trace, stream, engine. Beside the engine stand `bench`, which
+measures it, and `learn`, which the notebooks draw and explain with; the engine imports neither.
 
 Names are imported when they are first used: torch takes seconds to load, which `python -m minfer_lib --help` need not
 wait for, and what is installed is checked before it is loaded.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cached import CachedEngine
+    from .engine import LLMEngine
     from .errors import MinferError
     from .loading import LanguageModel, load_model
     from .naive import NaiveEngine
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "CachedEngine": "cached",
+    "LLMEngine": "engine",
     "LanguageModel": "loading",
     "MinferError": "errors",
     "NaiveEngine": "naive",
@@ -36,6 +38,7 @@ _HOME = {
 
 __all__ = [
     "CachedEngine",
+    "LLMEngine",
     "LanguageModel",
     "MinferError",
     "NaiveEngine",

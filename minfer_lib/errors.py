@@ -43,6 +43,10 @@ class PromptTooLong(InvalidPrompt):
     """A prompt that leaves no room for a single new token within `max_model_len`."""
 
 
+class InvariantBroken(MinferError):
+    """What must hold between the steps of an engine does not: a fault of this package, found by `check_invariants`."""
+
+
 class GenerationFailed(MinferError):
     """Something broke while generating; `outputs` holds what was generated until then, in input order.
 

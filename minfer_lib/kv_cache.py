@@ -4,20 +4,28 @@
 request may become, filled from the left. It plugs into unmodified models of transformers, which call `update` in every
 attention layer with the new keys and values and attend to what it returns.
 
-Invariant: after a forward pass over n tokens every layer holds the same number of tokens, rows [0, length) are their
-keys in order of position, and nothing behind `length` is ever read.
+`SlotKVCache` serves many requests: one pool for each layer, cut into slots of the longest length a request may reach,
+and a request owns one slot from its admission to its end.
+
+Invariant of `KVCache`: after a forward pass over n tokens every layer holds the same number of tokens, rows [0, length)
+are their keys in order of position, and nothing behind `length` is ever read. Of `SlotKVCache`: each slot is free or
+owned by exactly one request, and a free one holds zeros, so that nobody can read what another request left.
 """
 
 from __future__ import annotations
 
+import heapq
 import inspect
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .errors import UnsupportedModel
+from .errors import InvariantBroken, UnsupportedModel
 
 CACHEABLE_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -98,6 +106,128 @@ class KVCache(Cache):
     def reset(self) -> None:
         for layer in self.layers:
             layer.reset()
+
+
+# -- for many requests at once ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer keeps of a token: kv_heads keys of key_dim and as many values of value_dim numbers."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+@dataclass
+class KVPool:
+    """Room for the keys and values of `tokens` tokens of one layer: keys [tokens, kv_heads, key_dim], values alike."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, shape: LayerShape, tokens: int, device: torch.device) -> KVPool:
+        """A pool of zeros."""
+        return cls(
+            zeros((tokens, shape.kv_heads, shape.key_dim), shape.dtype, device),
+            zeros((tokens, shape.kv_heads, shape.value_dim), shape.dtype, device),
+        )
+
+    def write(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts new keys [new, kv_heads, key_dim] and values into the given rows [new] of the pool."""
+        self.keys.index_copy_(0, rows, keys)
+        self.values.index_copy_(0, rows, values)
+
+
+class SlotKVCache:
+    """One slot of `max_len` tokens for each of at most `num_slots` running requests.
+
+    A slot is a block of max_len rows, so that a request's block table has one entry and never grows. The price is that
+    every slot is as long as the longest request may become.
+
+    layers: {layer index: its shape}. Memory is reserved at once: `nbytes_reserved`.
+    """
+
+    def __init__(self, layers: Mapping[int, LayerShape], num_slots: int, max_len: int, device: torch.device) -> None:
+        self.block_size, self.num_blocks = max_len, num_slots
+        self.bytes_per_token = sum(shape.bytes_per_token for shape in layers.values())
+        self.pools = {index: KVPool.of(shape, num_slots * max_len, device) for index, shape in layers.items()}
+        self._free = list(range(num_slots))  # a heap: the lowest first keeps the slots in use close together
+        self._slots: dict[Hashable, int] = {}
+        self._written: dict[Hashable, int] = {}  # rows of its slot that a request may have written
+
+    def allocate(self, owner: Hashable, tokens: int) -> bool:
+        """Sees to room for the first `tokens` tokens of a request; False if there is none, and then nothing changed."""
+        if tokens > self.block_size or (owner not in self._slots and not self._free):
+            return False
+        if owner not in self._slots:
+            self._slots[owner] = heapq.heappop(self._free)
+        self._written[owner] = max(tokens, self._written.get(owner, 0))
+        return True
+
+    def free(self, owner: Hashable) -> None:
+        """Takes a request's slot back and wipes it; without effect for a request that has none.
+
+        Masked keys get the weight 0, but 0 times a NaN that somebody left there would still be NaN.
+        """
+        if owner not in self._slots:
+            return
+        slot = self._slots[owner]
+        begin = slot * self.block_size
+        for pool in self.pools.values():
+            pool.keys[begin : begin + self._written[owner]] = 0
+            pool.values[begin : begin + self._written[owner]] = 0
+        del self._slots[owner], self._written[owner]
+        heapq.heappush(self._free, slot)
+
+    def block_table(self, owner: Hashable) -> list[int]:
+        """The blocks that hold a request's tokens, in order: here the one slot."""
+        return [self._slots[owner]]
+
+    @property
+    def blocks_used(self) -> int:
+        return len(self._slots)
+
+    @property
+    def tokens_used(self) -> int:
+        """Rows that hold a token, or will after the step under way."""
+        return sum(self._written.values())
+
+    @property
+    def nbytes_reserved(self) -> int:
+        """Bytes of all slots, used or not."""
+        return self.num_blocks * self.block_size * self.bytes_per_token
+
+    @property
+    def nbytes_used(self) -> int:
+        return self.tokens_used * self.bytes_per_token
+
+    def check_invariants(self) -> None:
+        """Raises `InvariantBroken` unless every slot is free or owned by exactly one request."""
+        seen = sorted([*self._free, *self._slots.values()])
+        if seen != list(range(self.num_blocks)):
+            raise InvariantBroken(f"slots free {sorted(self._free)} and owned {sorted(self._slots.values())}")
+        if self._slots.keys() != self._written.keys() or any(n > self.block_size for n in self._written.values()):
+            raise InvariantBroken(f"rows written {list(self._written.values())} in slots of {self.block_size}")
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """torch.zeros, which on a CPU costs no memory before it is written to.
+
+    NumPy asks the system for zeroed pages, which exist once they are touched; torch would write every zero itself.
+    """
+    with torch.inference_mode(False):  # a tensor made inside a caller's inference mode could not be written outside
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
 
 
 # -- how transformers takes a cache ---------------------------------------------------------------------------------

@@ -108,6 +108,9 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    priority: float = 0  # lower numbers run first
+    deadline: float | None = None  # second of the engine's clock when its time is up
+    num_computed: int = 0  # tokens, of the prompt and then of the output, that the KV cache holds
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.params.stop)
@@ -116,6 +119,23 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output so far."""
+        return len(self.prompt_token_ids) + len(self.token_ids)
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens that the model has not seen: some of the prompt, or the one that was sampled last."""
+        return self.num_tokens - self.num_computed
+
+    def next_tokens(self, count: int) -> list[int]:
+        """The first `count` of those."""
+        begin, prompt = self.num_computed, len(self.prompt_token_ids)
+        if begin >= prompt:
+            return self.token_ids[begin - prompt : begin - prompt + count]
+        return self.prompt_token_ids[begin : begin + count] + self.token_ids[: max(0, begin + count - prompt)]
 
     def append(self, token_id: int, logprobs: dict[int, float] | None, now: float) -> None:
         """Takes the token of one step and ends the request if it was the last."""

@@ -54,6 +54,7 @@ RUNGS: list[Rung] = [
     Rung("naive", "naive", "naive:NaiveEngine", {}, chapter=2),
     Rung("cached-hf", "cached (HF cache)", "cached:CachedEngine", {"cache": "hf"}, chapter=3, in_ladder=False),
     Rung("cached", "cached", "cached:CachedEngine", {"cache": "own"}, chapter=3),
+    Rung("slots", "slots", "engine:LLMEngine", {"kv_cache": "slots"}, chapter=4),
 ]
 
 

@@ -1,0 +1,137 @@
+"""The new tokens of a step, side by side in one row, and where the keys and values of their requests are kept.
+
+Invariant: token t of the row belongs to exactly one request; a request's tokens are neighbours and follow each other in
+position, and its block table covers all of its tokens, the new ones included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from .kv_cache import KVPool
+
+MOST_IDLE = 2  # blocks looked at for each block that is needed, before copying the needed ones together is cheaper
+
+
+@dataclass
+class PackedBatch:
+    """The new tokens of one step: T tokens of R requests, those of a request side by side.
+
+    Requests with a single new token, the decoding ones, come first. All tensors are int64 on the model's device.
+
+    pools: for each layer index the pool that keys and values of this step are written to and read from.
+    block_size: tokens in a block of the pools. block_tables: [R][blocks] numbers of the blocks that hold a request's
+      tokens, in order of position.
+    q_lens: [R] new tokens of each request. kv_lens: [R] tokens of each request in the cache once the new ones are.
+    slot_mapping: [T] row of the pools that each new token's key and value go to.
+    """
+
+    pools: dict[int, KVPool]
+    block_size: int
+    block_tables: list[list[int]]
+    q_lens: list[int]
+    kv_lens: list[int]
+    slot_mapping: torch.Tensor
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False)  # by the first layer, for all that follow
+
+    @cached_property
+    def num_decodes(self) -> int:
+        """Requests at the beginning of the batch that have a single new token."""
+        return next((i for i, n in enumerate(self.q_lens) if n > 1), len(self.q_lens))
+
+    @property
+    def device(self) -> torch.device:
+        return self.slot_mapping.device
+
+    @cached_property
+    def decode_context(self) -> Context:
+        """Where the decoding requests' keys are, for all of them at once."""
+        return Context.of(self.block_tables[: self.num_decodes], self.kv_lens[: self.num_decodes], self)
+
+    def chunk_context(self, row: int) -> Context:
+        """Where one request's keys are."""
+        return self._once(row, lambda: Context.of([self.block_tables[row]], [self.kv_lens[row]], self))
+
+    def decode_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, 1, 1, longest] of 0 and -inf: a decoding request sees its own tokens, the last `window` of them."""
+
+        def make() -> torch.Tensor:
+            length = torch.tensor(self.decode_context.kv_lens, device=self.device)[:, None]  # [rows, 1]
+            position = torch.arange(self.decode_context.longest, device=self.device)  # [longest]
+            seen = position < length
+            if window is not None:
+                seen &= position >= length - window
+            return additive(seen, dtype)[:, None, None]
+
+        return self._once(("decodes", window, dtype), make)
+
+    def chunk_mask(self, row: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[new, total] of 0 and -inf: causal, aligned at the bottom right since the new tokens are the last ones."""
+
+        def make() -> torch.Tensor:
+            total = self.kv_lens[row]
+            key = torch.arange(total, device=self.device)
+            query = torch.arange(total - self.q_lens[row], total, device=self.device)[:, None]
+            seen = key <= query
+            if window is not None:
+                seen &= key > query - window
+            return additive(seen, dtype)
+
+        return self._once((row, window, dtype), make)
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+@dataclass
+class Context:
+    """Which part of a pool holds the tokens of several requests, to be read as one tensor [rows, longest, ...].
+
+    Where every request has one block and these lie close together, `span` (first, last + 1) is read in place, idle
+    blocks between them included: reading past them costs less than copying the others together. Otherwise `index`
+    [rows, blocks] picks the blocks, which copies them.
+    """
+
+    longest: int
+    kv_lens: list[int]  # of each row; 1 for an idle block, so that its softmax is defined
+    span: tuple[int, int] | None = None
+    rows: torch.Tensor | None = None  # [requests] each one's row, where idle blocks stand between them
+    index: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, tables: list[list[int]], kv_lens: list[int], batch: PackedBatch) -> Context:
+        longest = max(kv_lens)
+        blocks = [table[0] for table in tables]
+        first, last = min(blocks), max(blocks)
+        if longest > batch.block_size or last - first >= MOST_IDLE * len(blocks):
+            width = -(-longest // batch.block_size)
+            index = torch.tensor([(table + [0] * width)[:width] for table in tables], device=batch.device)
+            return cls(longest, kv_lens, index=index)
+        if blocks == list(range(first, last + 1)):
+            return cls(longest, kv_lens, span=(first, last + 1))
+        spread = [1] * (last - first + 1)
+        for block, length in zip(blocks, kv_lens, strict=True):
+            spread[block - first] = length
+        rows = torch.tensor([block - first for block in blocks], device=batch.device)
+        return cls(longest, spread, span=(first, last + 1), rows=rows)
+
+    def read(self, pool: torch.Tensor, block_size: int) -> torch.Tensor:
+        """[tokens, kv_heads, dim] of a pool -> [rows, kv_heads, longest, dim]."""
+        blocks = pool.view(-1, block_size, *pool.shape[1:])  # [blocks, block_size, kv_heads, dim]
+        if self.span is not None:
+            context = blocks[self.span[0] : self.span[1], : self.longest]
+        else:
+            context = blocks[self.index].flatten(1, 2)[:, : self.longest]
+        return context.transpose(1, 2)
+
+
+def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bool -> 0 where True, -inf where False."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf)
