@@ -112,7 +112,8 @@ class Context:
         first, last = min(blocks), max(blocks)
         if longest > batch.block_size or last - first >= MOST_IDLE * len(blocks):
             width = -(-longest // batch.block_size)
-            index = torch.tensor([(table + [0] * width)[:width] for table in tables], device=batch.device)
+            # filled up with a block of one's own: a NaN in another's would get through the mask (NaN - inf is NaN)
+            index = torch.tensor([(table + table[-1:] * width)[:width] for table in tables], device=batch.device)
             return cls(longest, kv_lens, index=index)
         if blocks == list(range(first, last + 1)):
             return cls(longest, kv_lens, span=(first, last + 1))
