@@ -5,7 +5,13 @@ Invariant: a `LanguageModel` is complete and right, or there is an exception: no
 the model.
 """
 
+# ruff: noqa: E402
+
 from __future__ import annotations
+
+from .environment import check_versions
+
+check_versions()  # here too, since who imports this module by its path has not been asked yet
 
 import os
 from collections.abc import Mapping, Sequence
@@ -14,22 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import cached_file
 
 from . import packaged, shapes, tokenizer
-from .errors import (
-    BadEnvironment,
-    DeviceNotAvailable,
-    InvalidParameter,
-    InvalidPrompt,
-    ModelNotFound,
-    UnsupportedModel,
-    one_of,
-)
+from .errors import DeviceNotAvailable, InvalidParameter, InvalidPrompt, MinferError, one_of
 from .model_facts import check_causal, eos_ids, has_softcap, position_limit
+from .model_files import check_generates, check_weights, explained
+from .model_names import TINY, asked_for, folder_of
 
-TINY = "tiny-random"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # A tokenizer exists only if one of these does; without them transformers returns an empty one instead of an error.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json",
@@ -117,35 +123,38 @@ def load_model(
 
     Raises `ModelNotFound`, `UnsupportedModel`, `DeviceNotAvailable`, `InvalidParameter` or `BadEnvironment`.
     """
-    name = os.fspath(name) if name is not None else os.environ.get("MINFER_MODEL") or packaged.MODEL_NAME
+    name = asked_for(name)
+    folder = folder_of(name)
     place = _device(device)
     precision = _dtype(dtype, place)
+    if folder is not None:
+        return _load(str(folder), folder.resolve().name, place, precision)
     if name.lower() == TINY:
         return LanguageModel.of(*shapes.tiny_random(place, precision or torch.float32), TINY)
     if name.lower().startswith(shapes.SHAPE_PREFIX):
         config = shapes.shape_config(name)
         return LanguageModel.of(shapes.random_model(config, place, precision or torch.bfloat16), None, name.lower())
     if name.lower() == packaged.MODEL_NAME.lower():
-        folder = packaged.packaged_model()
+        converted = packaged.packaged_model()
         with packaged.without_progress_bars():
-            return _load(str(folder), packaged.MODEL_NAME, place, precision)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return _load(str(folder), folder.resolve().name, place, precision)
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):  # no "owner/model", so it was meant as a folder
-        raise ModelNotFound(
-            f"There is no model `{name}`: no such folder, and no name known here. Possible are {one_of([TINY])}, a "
-            f"shape such as `shape:qwen2.5-7b`, a local folder, a hub id such as `Qwen/Qwen2.5-0.5B-Instruct`, or no "
-            f"name at all for {packaged.MODEL_NAME}."
-        )
+            return _load(str(converted), packaged.MODEL_NAME, place, precision)
     return _load(name, name, place, precision)
 
 
 def _load(source: str, name: str, device: torch.device, dtype: torch.dtype | None) -> LanguageModel:
-    """A folder or a hub id; the two differ only in what can go wrong."""
+    """A folder or a hub id; the two differ only in what can go wrong. The weights come last: they take longest."""
+    part = "its config.json"
     try:
         # False, said each time: left open, transformers asks on the terminal, and a line of piped input may say yes
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        check_generates(config, name)
+        part = "its generation_config.json"
+        if _has_file(source, "generation_config.json"):
+            GenerationConfig.from_pretrained(source)  # the model would pass over a broken one, and with it its EOS
+        part = "its tokenizer"
+        has_files = any(_has_file(source, file) for file in TOKENIZER_FILES)
+        text = AutoTokenizer.from_pretrained(source, trust_remote_code=False) if has_files else None
+        part = "its weights"
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype or "auto",
@@ -156,19 +165,14 @@ def _load(source: str, name: str, device: torch.device, dtype: torch.dtype | Non
             # silently
             attn_implementation="eager" if has_softcap(config) else None,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             trust_remote_code=False,
         )
-        has_files = any(_has_file(source, file) for file in TOKENIZER_FILES)
-        text = AutoTokenizer.from_pretrained(source, trust_remote_code=False) if has_files else None
-    except (torch.OutOfMemoryError, MemoryError):
+    except (torch.OutOfMemoryError, MemoryError, MinferError):
         raise
     except Exception as error:  # safetensors, tokenizers and the validators of configs raise kinds of their own
-        raise _explained(error, source, name) from error
-    if missing := sorted(report["missing_keys"]):
-        raise ModelNotFound(
-            f"The weights of {name} are incomplete: {len(missing)} of its tensors are not in the files, the first is "
-            f"`{missing[0]}`. transformers would fill them with random numbers. Fetch the model again."
-        )
+        raise explained(error, source, name, part) from error
+    check_weights(report, name)
     check_causal(model, name)
     return LanguageModel.of(model, text, name)
 
@@ -180,34 +184,6 @@ def _has_file(source: str, file: str) -> bool:
         return cached_file(source, file) is not None
     except OSError:
         return False
-
-
-def _explained(error: Exception, source: str, name: str) -> Exception:
-    """What an error of from_pretrained means for somebody who asked for a model by name."""
-    first, *rest = str(error).strip().split("\n")
-    reason = (f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first).rstrip(".!") + "."
-    unsupported = ("Unrecognized configuration class", "does not recognize this architecture", "Unrecognized model",
-                   "trust_remote_code", "contains custom code")  # fmt: skip
-    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
-        reason = "it holds no config.json."
-    elif isinstance(error, ImportError):
-        return BadEnvironment(f"Loading {name} needs a package that is not installed: {reason}")
-    elif any(text in str(error) for text in unsupported):
-        return UnsupportedModel(
-            f"{name} is not a decoder-only language model that this version of transformers can load by itself: "
-            f"{reason} Choose a causal language model whose code is part of transformers."
-        )
-    if Path(source).is_dir():
-        return ModelNotFound(
-            f"The folder {name} could not be loaded as a model: {reason} "
-            "It needs config.json and the weights (model.safetensors), as save_pretrained writes them."
-        )
-    return ModelNotFound(
-        f"{name} could not be fetched from the Hugging Face hub: {reason} "
-        "Check the spelling, whether it is gated (then log in with `hf auth login`), and the network. Without a "
-        f"network, load_model() runs {packaged.MODEL_NAME} and load_model('shape:qwen2.5-7b') the shape of a larger "
-        "model."
-    )
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -6,6 +6,7 @@ Invariant: these functions only look; the model is as it was afterwards.
 from __future__ import annotations
 
 import inspect
+import operator
 from typing import Any
 
 import torch
@@ -17,13 +18,22 @@ DEFAULT_LIMIT = 2048  # tokens, for models whose config names no limit
 
 
 def eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Ids that end an answer: those of the generation config, else of the config; 0 is an id like any other."""
+    """Ids that end an answer: those of the generation config, else of the config; 0 is an id like any other.
+
+    Raises `UnsupportedModel` where the configs hold something that is no id.
+    """
     ids = model.generation_config.eos_token_id if model.generation_config is not None else None
     if ids is None:
         ids = getattr(model.config.get_text_config(), "eos_token_id", None)
     if ids is None:
         return frozenset()
-    return frozenset(int(i) for i in (ids if isinstance(ids, list | tuple) else [ids]))
+    each = ids if isinstance(ids, list | tuple) else [ids]
+    if any(isinstance(i, bool) or not hasattr(i, "__index__") for i in each):
+        raise UnsupportedModel(
+            f"This model's eos_token_id is {ids!r}, so that nobody knows where its answers end: it must be a token id "
+            "or a list of them. Correct it in generation_config.json or config.json."
+        )
+    return frozenset(operator.index(i) for i in each)
 
 
 def has_softcap(config: Any) -> bool:

@@ -13,8 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from .errors import ModelNotFound, one_of
-
-SHAPE_PREFIX = "shape:"
+from .model_names import SHAPE_PREFIX
 
 # The published configurations. Sizes that a reader will want to compare stand first.
 SHAPES: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import BASE, hf_generate
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from minfer_lib import CachedEngine, LanguageModel, MinferError, NaiveEngine, SamplingParams, load_model
 from minfer_lib.errors import (
@@ -122,6 +122,20 @@ def test_no_such_folder_and_no_such_name(name: str):
     with pytest.raises(ModelNotFound, match=r"no such folder.*`tiny-random`.*hub id") as caught:
         load_model(name)
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [5, 1.5, True, b"tiny-random", ["tiny-random"], "", object])
+def test_what_is_no_name(name: object):
+    with pytest.raises(InvalidParameter, match=r"was asked for, and a model is named by a text or a path.*hub id"):
+        load_model(name)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_file_where_a_folder_is_expected(folder: Path, file: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder.parent)
+    for name in (folder / file, f"model/{file}"):
+        with pytest.raises(ModelNotFound, match=rf"{file}` is a file, and a model is a folder.*model`"):
+            load_model(name)
 
 
 def test_a_hub_id_without_a_network():
@@ -316,11 +330,22 @@ def drop_a_tensor(folder: Path) -> None:
         (written("model.safetensors", b""), "header"),
         (written("model.safetensors", b"hello"), "header"),
         (truncate, "incomplete"),
-        (written("tokenizer.json", b"{"), "line 1"),
-        (written("tokenizer.json", b"{}"), "could not be loaded"),
+        (written("tokenizer.json", b"{"), "because of its tokenizer: .*line 1"),
+        (written("tokenizer.json", b"{}"), "because of its tokenizer: there is no 'added_tokens'"),
+        (written("tokenizer_config.json", b"{"), "because of its tokenizer: .*line 1"),
+        (written("generation_config.json", b"{"), r"because of its generation_config\.json: .*not a valid JSON"),
+        (written("generation_config.json", b"[]"), r"because of its generation_config\.json: "),
+        (written("generation_config.json", b""), r"because of its generation_config\.json: .*not a valid JSON"),
         (lambda folder: edit(folder / "config.json", hidden_size="x"), "hidden_size"),
-        (lambda folder: edit(folder / "config.json", vocab_size=300), "mismatched"),
+        (
+            lambda folder: edit(folder / "config.json", vocab_size=300),
+            r"lm_head\.weight` has the shape \[259, 64\] in the files, and \[300, 64\] by the config \(2 tensors",
+        ),
         (lambda folder: edit(folder / "config.json", num_hidden_layers=3), r"9 of its tensors.*layers\.2\."),
+        (
+            lambda folder: edit(folder / "config.json", num_hidden_layers=1),
+            r"more than its config\.json has a place for: 9 tensors, the first is `model\.layers\.1\.",
+        ),
         (drop_a_tensor, r"1 of its tensors.*`model\.layers\.1\.mlp\.up_proj\.weight`.*random numbers"),
     ],
 )
@@ -329,6 +354,51 @@ def test_a_damaged_folder(folder: Path, damage: Callable[[Path], object], messag
     with pytest.raises(ModelNotFound, match=message) as caught:
         load_model(folder)
     assert "model" in str(caught.value) and str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize("eos", ["x", [1.5], True, [None], {"a": 1}])
+def test_an_end_of_sequence_that_is_no_id(folder: Path, eos: object):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(MinferError, match=r"eos_token_id|generation_config"):
+        load_model(folder)
+
+
+def test_what_good_checkpoints_leave_over_is_no_mistake(tiny: LanguageModel, folder: Path):
+    """Buffers that older versions of transformers saved, and heads that say something other than the next token."""
+    weights = load_file(folder / "model.safetensors")
+    left_over = (
+        "model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "model.layers.0.attn.masked_bias",
+        "model.layers.0.attn.attention.bias", "model.position_ids", "v_head.summary.weight", "score.weight",
+        "model.layers.1.self_attn.k_scale",
+    )  # fmt: skip
+    save_file(weights | {key: torch.ones(2) for key in left_over}, folder / "model.safetensors", {"format": "pt"})
+    assert load_model(folder).eos_ids == tiny.eos_ids
+    save_file(weights | {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}, folder / "model.safetensors",
+              {"format": "pt"})  # fmt: skip
+    with pytest.raises(ModelNotFound, match=r"1 tensor, the first is `model\.layers\.0\.self_attn\.q_proj\.bias`"):
+        load_model(folder)
+
+
+def test_what_transformers_expects_to_be_left_over_is_no_mistake(tmp_path: Path):
+    """GPT-2's files on the hub hold the causal mask of each layer, and no output layer: it is the embedding."""
+    save_random(tmp_path, "gpt2", n_embd=64, n_layer=2, n_head=4)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 8, 8) for i in range(2)}
+    save_file(weights | masks, tmp_path / "model.safetensors", {"format": "pt"})
+    lm = load_model(tmp_path)
+    assert lm.model.lm_head.weight is lm.model.transformer.wte.weight
+
+
+def test_a_missing_output_layer_is_noticed_where_it_is_not_the_embedding(folder: Path):
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelNotFound, match=r"1 of its tensors.*`lm_head\.weight`"):
+        load_model(folder)
+    edit(folder / "config.json", tie_word_embeddings=True)
+    lm = load_model(folder)
+    assert lm.model.lm_head.weight is lm.model.model.embed_tokens.weight
 
 
 def test_a_package_that_a_folder_needs_and_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -364,6 +434,34 @@ def test_an_encoder_decoder(tmp_path: Path):
     AutoConfig.for_model("t5", d_model=8, num_layers=1, vocab_size=20).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="not a decoder-only language model"):
         load_model(tmp_path)
+
+
+BART = dict(
+    d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=96, decoder_ffn_dim=96, vocab_size=50,
+)  # fmt: skip
+
+
+def test_an_encoder_decoder_whose_decoder_transformers_would_load(tmp_path: Path):
+    AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **BART)).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"\(bart\) is an encoder-decoder.*Choose a decoder"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["bart", "blenderbot-small"])
+def test_a_decoder_whose_config_counts_the_layers_of_its_encoder(tmp_path: Path, model_type: str):
+    """Every cache of transformers would have one layer for two; `generate` itself fails on it."""
+    values = BART | dict(encoder_layers=1)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values)).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=rf"\({model_type}\).*counts the 1 layers.*the decoder has 2"):
+        load_model(tmp_path)
+
+
+def test_a_decoder_of_its_own_right_is_served(tmp_path: Path):
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("bart", **BART)).save_pretrained(tmp_path)
+    lm = load_model(tmp_path)
+    output = CachedEngine(lm).generate([5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))[0]
+    assert output.token_ids == hf_generate(lm, [5, 6, 7], 5)
 
 
 @pytest.mark.parametrize("model_type", ["bert", "roberta", "electra", "roformer", "xlnet", "xlm"])
