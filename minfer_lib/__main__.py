@@ -13,19 +13,20 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from .bench.cli import add_commands, add_model_options
 from .bench.rungs import make_engine, names, newest
+from .conversation import fitting, prompt_of, system_message
 from .environment import check_versions
-from .errors import GenerationFailed, InvalidPrompt, MinferError, PromptTooLong
+from .errors import BadEnvironment, GenerationFailed, InvalidParameter, InvalidPrompt, MinferError
+from .model_names import asked_for, folder_of
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used, so that --help is quick
     from .loading import LanguageModel
     from .params import SamplingParams
     from .request import RequestOutput
 
-Messages = list[dict[str, str]]
 CHAT_HELP = "/exit or Ctrl-D ends, /reset forgets the conversation, Ctrl-C stops an answer."
 ENDED_BADLY = {"abort": 130, "error": 1}  # exit codes
 REASONS = {
@@ -37,12 +38,18 @@ REASONS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
+    if sys.stderr is None:  # closed, as by 2>&-; print would turn to standard output instead
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what a terminal cannot show becomes a question mark, not an error
             stream.reconfigure(errors="replace")
     args = parser().parse_args(arguments)
     try:
+        if sys.stdout is None:
+            raise BadEnvironment("Standard output is closed, so that there is nowhere to write to. Leave out `>&-`.")
         check_versions()
+        if hasattr(args, "model"):
+            folder_of(asked_for(args.model))  # a misspelt name is answered before torch is loaded
         code = args.run(args)
         sys.stdout.flush()  # here, where a closed pipe can still be answered
         return code
@@ -128,10 +135,14 @@ def load(args: argparse.Namespace) -> tuple[LanguageModel, Any]:
 
 def generate(args: argparse.Namespace) -> int:
     """One answer as it comes, or the record of it."""
+    if args.raw and args.system:
+        raise InvalidParameter(
+            "--raw and --system were both given, and raw text has no place for a system message. Leave one of them out."
+        )
+    text = typed().read() if args.prompt == "-" else args.prompt
     params = sampling(args)
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
     lm, engine = load(args)
-    prompt = prompt_of(lm, text, args)
+    prompt = prompt_of(lm, text, system=args.system, raw=args.raw, chat=args.chat)
     if args.json:
         output = engine.generate(prompt, params)[0]
         ascii_only = "utf" not in (sys.stdout.encoding or "").lower()  # other encodings would turn letters into ?
@@ -141,26 +152,11 @@ def generate(args: argparse.Namespace) -> int:
     return ENDED_BADLY.get(reason, 0)
 
 
-def prompt_of(lm: LanguageModel, text: str, args: argparse.Namespace) -> str | list[int]:
-    """A prompt as the engine takes it: in the chat template if the model has one, as it is with --raw."""
-    if lm.tokenizer is None:
-        try:
-            if ids := [int(part) for part in text.replace(",", " ").split()]:
-                return ids
-            raise ValueError("no ids at all")
-        except ValueError:
-            raise InvalidPrompt(
-                f"{lm.name} has no tokenizer, so its prompt is a list of token ids such as '11 48 7'; {text!r} is not."
-            ) from None
-    has_template = getattr(lm.tokenizer, "chat_template", None) is not None
-    if args.raw or not (args.chat or args.system or has_template):
-        return text
-    return lm.chat([*system_message(args), {"role": "user", "content": text}])
-
-
-def system_message(args: argparse.Namespace) -> Messages:
-    """The beginning of a conversation: a system message if one was given."""
-    return [{"role": "system", "content": args.system}] if args.system else []
+def typed() -> TextIO:
+    """Standard input. Raises `BadEnvironment` if it is closed."""
+    if sys.stdin is None:
+        raise BadEnvironment("This reads from standard input, which is closed. Leave out `<&-`.")
+    return sys.stdin
 
 
 def record(output: RequestOutput, lm: LanguageModel, engine: str) -> dict[str, Any]:
@@ -184,14 +180,15 @@ def speak(
     engine: Any, lm: LanguageModel, prompt: Any, params: SamplingParams, *, stats: bool = False
 ) -> tuple[str, str]:
     """Prints an answer as it comes; returns its text and its finish reason, which is "abort" if Ctrl-C stopped it."""
-    text, reason, tokens, first, began = "", "abort", 0, 0.0, time.perf_counter()
+    text, reason, stamps, tokens, known, began = "", "abort", [], 0, None, time.perf_counter()
     # the baselines do not stream: their answer is one piece
     stream = engine.stream if hasattr(engine, "stream") else engine.generate
     pieces = (piece for piece in stream(prompt, params))
     try:
         for piece in pieces:
             tokens, text = tokens + len(piece.token_ids), text + piece.text
-            first = first or time.perf_counter() - began
+            stamps.append(time.perf_counter() - began)
+            known = getattr(piece, "metrics", None)  # a whole answer brings its own times
             print(piece.text if lm.tokenizer else "".join(f"{i} " for i in piece.token_ids), end="", flush=True)
             reason = piece.finish_reason or reason
     except KeyboardInterrupt:
@@ -199,23 +196,27 @@ def speak(
     print(flush=True)
     if reason in REASONS:
         note(REASONS[reason])
-    if stats:
-        later = time.perf_counter() - began - first
-        pace = f", then {1e3 * later / (tokens - 1):.1f} ms each" if tokens > 1 else ""
-        note(f"({engine.name}: {tokens} tokens, the first after {first:.2f} s{pace})")
+    if stats and stamps:
+        first, each = stamps[0], (stamps[-1] - stamps[0]) / (tokens - 1) if len(stamps) > 1 and tokens > 1 else None
+        if known is not None:
+            first, each = known.ttft_s, known.tpot_s
+        start = "the time of the first is not known" if first is None else f"the first after {first:.2f} s"
+        pace = "" if each is None else f", then {1e3 * each:.1f} ms each"
+        note(f"({engine.name}: {tokens} tokens, {start}{pace})")
     return text, reason
 
 
 def chat(args: argparse.Namespace) -> int:
     """A conversation: each turn runs all of it again, in the model's chat template."""
+    source = typed()
     params = sampling(args)
     lm, engine = load(args)
-    system, turns = system_message(args), []
+    system, turns = system_message(args.system), []
     lm.chat([*system, {"role": "user", "content": "Hello"}])  # a model without a template is refused now
     note(f"{lm.name} through {args.engine}. {CHAT_HELP}")
     while True:
         try:
-            message = input("> " if sys.stdin.isatty() else "").strip()
+            message = input("> " if source.isatty() else "").strip()
         except EOFError:
             return 0
         except KeyboardInterrupt:
@@ -230,26 +231,14 @@ def chat(args: argparse.Namespace) -> int:
         elif message:
             asked = [*turns, {"role": "user", "content": message}]
             try:
-                prompt, asked = fitting(lm, system, asked, engine.max_model_len, params.max_tokens)
+                prompt, kept = fitting(lm, system, asked, engine.max_model_len, params.max_tokens)
+                if gone := len(asked) - len(kept):
+                    note(f"(the conversation grew too long: the {gone} oldest messages are forgotten)")
                 answer, _ = speak(engine, lm, prompt, params)
             except (InvalidPrompt, GenerationFailed) as error:
                 note(f"minfer: {error}")
                 continue
-            turns = [*asked, {"role": "assistant", "content": answer}]
-
-
-def fitting(
-    lm: LanguageModel, system: Messages, turns: Messages, limit: int, wanted: int
-) -> tuple[list[int], Messages]:
-    """Token ids of a conversation, and its turns: the oldest are dropped until `wanted` more tokens have room."""
-    room, before = min(wanted, limit // 2), len(turns)
-    while len(prompt := lm.chat(system + turns)) + room > limit and len(turns) > 1:
-        turns = turns[2:]  # a question with its answer
-    if len(prompt) >= limit:
-        raise PromptTooLong(f"This message takes {len(prompt)} tokens, and the limit is {limit}. Send a shorter one.")
-    if len(turns) < before:
-        note(f"(the conversation grew too long: the {before - len(turns)} oldest messages are forgotten)")
-    return prompt, turns
+            turns = [*kept, {"role": "assistant", "content": answer}]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The command line: answers on standard output, everything else on standard error, one sentence for each mistake."""
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -11,10 +13,12 @@ import torch
 from minfer_lib import __main__ as cli
 from minfer_lib import packaged
 from minfer_lib.bench.cli import home_as_tilde
-from minfer_lib.bench.rungs import make_engine, names
+from minfer_lib.bench.rungs import make_engine, names, newest
+from minfer_lib.conversation import fitting
 from minfer_lib.errors import GenerationFailed, MinferError, PromptTooLong
 from minfer_lib.loading import LanguageModel, load_model
 from minfer_lib.params import SamplingParams
+from minfer_lib.request import RequestMetrics
 
 TINY = ("--model", "tiny-random", "--device", "cpu")
 
@@ -114,7 +118,28 @@ def test_json_is_one_record(lm, run):
 
 def test_stats_go_to_standard_error(run):
     code, out, err = run("generate", "Hello", *TINY, "--max-tokens", "6", "--stats")
-    assert code == 0 and "(cached: 6 tokens, the first after" in err and "tokens" not in out
+    assert code == 0 and f"({newest()}: 6 tokens, the first after" in err and "tokens" not in out
+
+
+@pytest.mark.parametrize("engine", ["hf", "hf-batch"])
+def test_stats_of_an_answer_that_comes_in_one_piece_are_its_own(run, engine):
+    """The baselines do not stream: the time between pieces would be none at all."""
+    err = run("generate", "Hello", *TINY, "--max-tokens", "6", "--stats", "--engine", engine)[2]
+    first, each = re.search(r"6 tokens, the first after ([\d.]+) s, then ([\d.]+) ms each", err).groups()
+    assert float(each) > 0.0 and float(first) >= 0.0
+
+
+def test_stats_say_what_is_not_known(lm, run, monkeypatch):
+    class Mute:
+        name, max_model_len = "mute", 2048
+
+        def generate(self, prompt, params):
+            output = make_engine("hf", lm).generate(prompt, params)[0]
+            return [dataclasses.replace(output, metrics=RequestMetrics(arrival=0.0))]
+
+    monkeypatch.setattr(cli, "make_engine", lambda name, lm: Mute())
+    err = run("generate", "Hello", *TINY, "--max-tokens", "6", "--stats")[2]
+    assert "(mute: 6 tokens, the time of the first is not known)" in err
 
 
 def test_the_prompt_may_come_from_standard_input(lm, run, monkeypatch, tmp_path):
@@ -146,6 +171,8 @@ def test_a_model_without_tokenizer_takes_and_gives_ids(lm, run, monkeypatch):
         (["generate", "x", *TINY, "--dtype", "float8"], "dtype"),
         (["generate", "", *TINY, "--raw"], "no tokens"),
         (["generate", "x" * 3000, *TINY, "--raw"], "leaves no room"),
+        (["generate", "x", "--model", "README.md"], "is a file"),
+        (["generate", "x", *TINY, "--raw", "--system", "Be brief."], "--raw and --system"),
         (["bench", "ladder", *TINY, "--engines", "warp"], "'warp'"),
         (["bench", "ladder", *TINY, "--batch", "0"], "start at 1"),
         (["bench", "show", "no-such-file.json"], "no-such-file.json"),
@@ -155,6 +182,77 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(run, arguments, complaint):
     code, out, err = run(*arguments)
     assert code == 2 and out == "" and err.startswith("minfer: ") and complaint in err
     assert err.count("\n") == 1 and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "x", "--model", "no-such-model"],
+        ["chat", "--model", "no/such/folder"],
+        ["generate", "x", "--raw", "--system", "Be brief."],
+        ["bench", "ladder", "--model", "no-such-model"],
+        ["bench", "ladder", "--engines", "warp"],
+        ["bench", "ladder", "--svg", "bars.jpeg2"],
+        ["bench", "show", "no-such-file.json", "--svg", "bars"],
+    ],
+)
+def test_what_can_be_told_without_torch_is_told_before_it_is_loaded(arguments):
+    code = (
+        "import sys\nfrom minfer_lib.__main__ import main\n"
+        f"print(main({arguments!r}), 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "2 False False\n" and done.stderr.startswith("minfer: "), done
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "complaint"),
+    [
+        ("--svg", "bars.jpeg2", "must end in `.svg`, `.png` or `.pdf`"),
+        ("--svg", "bars", "must end in"),
+        ("--svg", "folder.svg", "is a folder"),
+        ("--json", "folder.svg", "is a folder"),
+        ("--json", "a file/run.json", "which is a file"),
+        ("--svg", "a file/run.svg", "which is a file"),
+        ("--json", "locked/run.json", "may not be written"),
+        ("--svg", "locked/new/run.svg", "may not be written"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(run, tmp_path, monkeypatch, option, name, complaint):
+    def measured(*args, **options):
+        raise AssertionError("measured in vain")
+
+    monkeypatch.setattr("minfer_lib.loading.load_model", measured)
+    (tmp_path / "a file").write_text("")
+    (tmp_path / "folder.svg").mkdir()
+    (tmp_path / "locked").mkdir()
+    may = os.access  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: may(path, mode) and "locked" not in str(path))
+    code, out, err = run("bench", "ladder", *TINY, option, str(tmp_path / name))
+    assert code == 2 and out == "" and complaint in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "closed", "complaint"),
+    [
+        ("generate Hello", ">&-", "Standard output is closed"),
+        ("info", ">&-", "Standard output is closed"),
+        ("generate -", "<&-", "standard input, which is closed"),
+        ("chat", "<&-", "standard input, which is closed"),
+    ],
+)
+def test_closed_streams(command, closed, complaint):
+    options = "" if command == "info" else " ".join(TINY)
+    shell = f"{sys.executable} -m minfer_lib {command} {options} {closed}"
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("minfer: "), done
+    assert complaint in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_closed_standard_error_sends_nothing_to_standard_output(lm, run, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    code, out, _ = run("generate", "Hello", *TINY, "--max-tokens", "12", "--stats")
+    assert code == 0 and out == expected(lm, lm.chat("Hello"), max_tokens=12) + "\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["generate"], ["generate", "x", "--engine", "warp"], ["bench"], ["no"]])
@@ -279,18 +377,25 @@ def test_a_message_that_fails_does_not_end_the_chat(run, typed):
     assert code == 0 and "Send a shorter one" in err and out.count("\n") >= 1
 
 
-def test_old_turns_make_room(lm, capsys):
+def test_old_turns_make_room(lm):
     turns = [{"role": role, "content": text * 60} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
     turns.append({"role": "user", "content": "e" * 60})
     everything = len(lm.chat(turns))
-    assert cli.fitting(lm, [], turns, everything + 10, 10) == (lm.chat(turns), turns)
-    assert capsys.readouterr().err == ""
+    assert fitting(lm, [], turns, everything + 10, 10) == (lm.chat(turns), turns)
     system = [{"role": "system", "content": "s"}]
-    prompt, kept = cli.fitting(lm, system, turns, everything - 1, 10)
+    prompt, kept = fitting(lm, system, turns, everything - 1, 10)
     assert kept == turns[2:] and prompt == lm.chat(system + kept)
-    assert "the 2 oldest messages are forgotten" in capsys.readouterr().err
     with pytest.raises(PromptTooLong, match="Send a shorter one"):
-        cli.fitting(lm, system, turns, 60, 10)
+        fitting(lm, system, turns, 60, 10)
+
+
+def test_a_chat_says_what_it_forgets(lm, run, typed, with_engine):
+    engine = with_engine(some_pieces(lm))
+    engine.max_model_len = len(lm.chat("a" * 200)) + 100
+    typed("a" * 200, "b" * 200)
+    code, _, err = run("chat", *TINY, "--max-tokens", "50")
+    assert code == 0 and "the 2 oldest messages are forgotten" in err
+    assert engine.prompts == [lm.chat("a" * 200), lm.chat("b" * 200)]
 
 
 def test_chat_needs_a_template(lm, run, typed, monkeypatch):
@@ -324,10 +429,10 @@ def test_home_as_tilde(monkeypatch):
 
 def test_ladder_is_printed_kept_and_drawn(run, tmp_path, monkeypatch):
     monkeypatch.setenv("MINFER_FAST", "1")
-    files = ["--json", str(tmp_path / "run.json"), "--svg", str(tmp_path / "run.svg")]
+    files = ["--json", str(tmp_path / "run.json"), "--svg", str(tmp_path / "new" / "run.svg")]
     size = ["--batch", "2", "--prompt-len", "8", "--output-len", "4"]
     code, out, _ = run("bench", "ladder", *TINY, "--engines", "hf, cached", *size, *files)
     assert code == 0 and "HF generate" in out and "cached" in out and "naive" not in out and "fast mode" in out
-    assert (tmp_path / "run.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "new" / "run.svg").read_text().startswith("<?xml")
     code, shown, _ = run("bench", "show", str(tmp_path / "run.json"))
     assert code == 0 and shown.startswith("Recorded on ") and shown.split("\n")[1:] == out.split("\n")[1:]

@@ -9,8 +9,16 @@ import argparse
 import importlib.util
 import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .rungs import names, newest
+from ..errors import BadEnvironment, InvalidParameter, one_of
+from .rungs import find, ladder, names, newest
+
+if TYPE_CHECKING:
+    from .results import Comparison
+
+PICTURES = (".svg", ".png", ".pdf")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -85,30 +93,65 @@ def home_as_tilde(path: str) -> str:
 
 def run_ladder(args: argparse.Namespace) -> int:
     """Measures the ladder and prints it; keeps and draws it if asked."""
-    from ..loading import load_model
-    from .rungs import find, ladder
-    from .workloads import fixed_lengths
-
     wanted = [name.strip() for name in args.engines.split(",") if name.strip()] if args.engines else None
     for name in wanted or ():
-        find(name)  # before the model is loaded
+        find(name)  # a mistake is answered before torch is loaded, and long before something was measured in vain
+    check_target(args.json)
+    check_picture(args.svg)
+    from ..loading import load_model
+    from .workloads import fixed_lengths
+
     lm = load_model(args.model, device=args.device, dtype=args.dtype)
     workload = fixed_lengths(lm, args.batch, args.prompt_len, args.output_len)
     found = ladder(lm, wanted, workload, repeats=args.repeats, memory=args.memory, show=False)
     print(found)
     if args.json:
         found.save(args.json)
-    if args.svg:
-        found.plot(save=args.svg)
+    draw(found, args.svg)
     return 0
 
 
 def show_results(args: argparse.Namespace) -> int:
     """Prints the table of a results file, and draws it if asked."""
+    check_picture(args.svg)
     from .results import load
 
     found = load(args.file)
     print(found)
-    if args.svg:
-        found.plot(save=args.svg)
+    draw(found, args.svg)
     return 0
+
+
+def draw(found: Comparison, name: str | None) -> None:
+    """Draws the bars of a comparison to a file if one was named."""
+    if name is not None:
+        Path(name).absolute().parent.mkdir(parents=True, exist_ok=True)
+        found.plot(save=name)
+
+
+def check_target(name: str | None) -> None:
+    """Raises `InvalidParameter` unless a file of this name could be written, its folder being made if need be."""
+    if name is None:
+        return
+    path = Path(name).absolute()
+    folder = next(parent for parent in path.parents if os.path.lexists(parent))  # the root exists
+    if not path.name or path.is_dir():
+        problem = "is a folder"
+    elif not folder.is_dir():
+        problem = f"would lie in {str(folder)!r}, which is a file"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        problem = "may not be written"
+    else:
+        return
+    raise InvalidParameter(f"The results were to be written to {name!r}, which {problem}. Name another file.")
+
+
+def check_picture(name: str | None) -> None:
+    """Raises `InvalidParameter` or `BadEnvironment` unless a picture of this name could be drawn."""
+    if name is None:
+        return
+    check_target(name)
+    if Path(name).suffix.lower() not in PICTURES:
+        raise InvalidParameter(f"A picture was to be drawn to {name!r}: its name must end in {one_of(PICTURES)}.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BadEnvironment("Drawing needs matplotlib, which is not installed. Run `pip install matplotlib`.")
