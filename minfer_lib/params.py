@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,30 @@ from .errors import InvalidParameter
 
 LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
 """processor(generated token ids, logits [vocab] float32) -> logits [vocab]; called once a step, after penalties."""
+
+
+class Bias(Mapping[int, float]):
+    """A dict that never changes, and so has a hash. (A MappingProxyType can neither be hashed nor pickled.)"""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[int, float]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, token_id: int) -> float:
+        return self._values[token_id]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._values)
 
 
 @dataclass(frozen=True)
@@ -146,14 +170,14 @@ class SamplingParams:
         except TypeError:
             self._refuse("stop_token_ids", "a list of token ids (integers of 0 or more)")
 
-    def _bias(self) -> dict[int, float]:
+    def _bias(self) -> Bias:
         try:
             bias = {_token_id(t): float(b) for t, b in dict({} if self.logit_bias is None else self.logit_bias).items()}
         except (TypeError, ValueError, OverflowError):
             bias = {0: math.nan}
         if any(math.isnan(b) or b == math.inf for b in bias.values()):
             self._refuse("logit_bias", "a dict from token ids to numbers; -inf bans a token, +inf and NaN are refused")
-        return bias
+        return Bias(bias)
 
     def _processors(self) -> tuple[LogitsProcessor, ...]:
         processors = () if self.logits_processors is None else self.logits_processors

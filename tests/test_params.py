@@ -1,7 +1,9 @@
 """`SamplingParams`: what it refuses, that it says why, and what it makes of what it accepts."""
 
+import copy
 import dataclasses
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -114,3 +116,31 @@ def test_never_changes():
     assert dataclasses.replace(params, temperature=0.5).stop == ("a",)
     with pytest.raises(InvalidParameter):
         dataclasses.replace(params, temperature=-0.5)
+
+
+def test_the_bias_never_changes_either():
+    params = SamplingParams(logit_bias={1: 1.0, 2: -INF})
+    with pytest.raises(TypeError):
+        params.logit_bias[1] = 5.0
+    for change in ("update", "pop", "clear", "setdefault", "__ior__", "__delitem__"):
+        assert not hasattr(params.logit_bias, change)
+    assert params.logit_bias == {1: 1.0, 2: -INF} and repr(params.logit_bias) == "{1: 1.0, 2: -inf}"
+
+
+def test_equal_parameters_are_one_key():
+    one = SamplingParams(logit_bias={1: 1.0, 2: 2.0}, stop=["a"], stop_token_ids=[3], temperature=0.5)
+    same = SamplingParams(logit_bias={2: 2, 1: 1}, stop="a", stop_token_ids=[3], temperature=0.5)
+    other = SamplingParams(logit_bias={1: 1.0}, stop="a", stop_token_ids=[3], temperature=0.5)
+    assert one == same != other and hash(one) == hash(same) and len({one, same, other}) == 2
+    assert hash(SamplingParams()) == hash(SamplingParams())
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p)), lambda p: dataclasses.replace(p, n=1),
+     lambda p: SamplingParams(**dataclasses.asdict(p))],
+)  # fmt: skip
+def test_parameters_can_be_copied_and_sent_to_another_process(copied):
+    params = SamplingParams(logit_bias={1: 1.0, 2: -INF}, stop=["a"], seed=3)
+    again = copied(params)
+    assert again == params and hash(again) == hash(params) and again.logit_bias == {1: 1.0, 2: -INF}
