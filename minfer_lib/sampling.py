@@ -59,7 +59,7 @@ class Sampler:
         A processor that raises, or logits that leave nothing to choose (all -inf, or NaN), are reported in `errors`
         for that row alone.
         """
-        raw = logits.float()
+        raw = logits.to(sampling_device(logits.device)).float()
         if all(plain_greedy(row.params) for row in rows):
             tokens, errors = raw.argmax(-1), {}
         else:
@@ -69,6 +69,11 @@ class Sampler:
             errors |= undefined_rows(raw_max, errors)
         errors |= undefined_rows(raw.amax(-1), errors)
         return Samples(tokens.tolist(), top_logprobs(raw, tokens, rows), errors)
+
+
+def sampling_device(device: torch.device) -> torch.device:
+    """Where rows are drawn: on their own device, but for Apple's GPUs, which lack the float64 that sums up a line."""
+    return torch.device("cpu") if device.type == "mps" else device
 
 
 def plain_greedy(params: SamplingParams) -> bool:

@@ -178,8 +178,9 @@ def test_what_a_baseline_cannot_do_is_refused(llama, params):
 
 
 def test_other_refusals(llama):
-    with pytest.raises(InvalidParameter, match="batch_size"):
-        HFStaticBatch(llama, 0)
+    for size in (0, -1, True, 2.0, "2", None):
+        with pytest.raises(InvalidParameter, match=f"batch_size={size!r} is not possible"):
+            HFStaticBatch(llama, size)
     with pytest.raises(PromptTooLong):
         HFSerial(llama).generate([[1] * 128], fixed(1))
     with pytest.raises(InvalidPrompt):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minfer_lib import SamplingParams
+from minfer_lib import SamplingParams, sampling
 from minfer_lib.sampling import (
     SORT_FIRST,
     Sampler,
@@ -488,3 +488,25 @@ def test_logprobs_of_none_of_the_chosen_alone_and_of_all():
     none, zero, one, everything = Sampler()(logits, rows).logprobs
     assert none is None and list(zero) == [2] and list(one) == [2] and list(everything) == [2, 1, 0]
     assert sum(map(math.exp, everything.values())) == pytest.approx(1.0, abs=1e-6)
+
+
+# -- where the rows are drawn ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("device", "place"), [("cpu", "cpu"), ("cuda:1", "cuda:1"), ("mps", "cpu"), ("mps:0", "cpu")])
+def test_apples_gpus_have_no_float64(device: str, place: str):
+    assert sampling.sampling_device(torch.device(device)) == torch.device(place)
+
+
+def test_the_sampler_moves_the_logits_there(monkeypatch: pytest.MonkeyPatch):
+    """The meta device in the place of one that cannot compute: nothing could be drawn on it."""
+    asked = []
+
+    def elsewhere(device: torch.device) -> torch.device:
+        asked.append(device)
+        return torch.device("meta")
+
+    monkeypatch.setattr(sampling, "sampling_device", elsewhere)
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        Sampler()(torch.zeros(1, 4), [Row(SamplingParams())])
+    assert asked == [torch.device("cpu")]

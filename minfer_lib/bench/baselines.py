@@ -25,6 +25,7 @@ from ..prompts import Prompt, make_requests, request_ids, resolve_max_model_len
 from ..request import Request, RequestOutput
 from .machine import synchronize
 from .roofline import kv_token_bytes
+from .usage import padding_share
 
 
 class HFSerial:
@@ -39,6 +40,8 @@ class HFSerial:
         self.max_model_len = resolve_max_model_len(lm, max_model_len)
         self._ids = request_ids()
         self._held = (0, 0)  # tokens that the largest cache of the last run had room for, and tokens in it
+        self.computed_tokens = 0  # rows of tokens that went through the model so far, padding included
+        self._last_padding = 0.0
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -55,10 +58,17 @@ class HFSerial:
             check_supported(batch)
             check_room(batch, self.lm)
         self._held = (0, 0)
+        before = self.computed_tokens
         with neutral(self.lm):
             for batch in batches:
                 self._run(batch)
-        return [request.output() for request in requests]
+        outputs = [request.output() for request in requests]
+        self._last_padding = padding_share(self.computed_tokens - before, outputs)
+        return outputs
+
+    def padding_share(self) -> float:
+        """Of the token rows that the last `generate` computed, the share that was padding or past a row's own end."""
+        return self._last_padding
 
     def kv_bytes(self) -> tuple[int, int]:
         """Bytes of KV cache at the end of the largest batch of the last run: (reserved, used by tokens of requests)."""
@@ -85,6 +95,7 @@ class HFSerial:
             request.metrics.finished = ended  # nobody gets an answer before the whole batch is done
         # The last token of each row is chosen, never fed back, so the cache has no entry for it.
         room = rows.shape[0] * (rows.shape[1] - 1)
+        self.computed_tokens += room
         used = sum(len(request.prompt_token_ids) + len(request.token_ids) - 1 for request in batch)
         self._held = max(self._held, (room, used))
 
@@ -99,7 +110,7 @@ class HFStaticBatch(HFSerial):
     name = "HF padded batch"
 
     def __init__(self, lm: LanguageModel, batch_size: int = 8, *, max_model_len: int | None = None) -> None:
-        if not isinstance(batch_size, int) or batch_size < 1:
+        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
             raise InvalidParameter(f"batch_size={batch_size!r} is not possible: it must be an integer of 1 or more.")
         super().__init__(lm, max_model_len=max_model_len)
         self.batch_size = batch_size
