@@ -92,6 +92,10 @@ class SerialEngine:
         """The answer to one prompt, piece by piece as it is generated; the last piece carries the finish reason.
 
         The prompt is checked here, at the call. With n > 1 the answers come one after the other, told apart by `index`.
+
+        What the request keeps between its steps (a KV cache, in the engines that have one) is given back when the last
+        piece was read, or when the iterator is closed or collected. A stream that is left early while something still
+        refers to it holds its cache: call its `close()`, or read it inside `with contextlib.closing(...)`.
         """
         prompts = prompt_list(prompt)
         if len(prompts) != 1:

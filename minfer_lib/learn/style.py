@@ -20,6 +20,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
+from PIL import Image  # comes with matplotlib
 
 CARD, CARD_EDGE = "#faf9f6", "#dddbd4"
 INK, SOFT_INK, FAINT = "#24292f", "#5b626b", "#e4e2dc"
@@ -67,10 +68,8 @@ STYLE: dict[str, Any] = {
     "axes.prop_cycle": mpl.cycler(color=[ENGINE_COLOURS[e] for e in ("cached", "int8", "slots", "paged", "fast")]),
     "grid.color": FAINT,
     "grid.linewidth": 0.8,
-    "xtick.color": SOFT_INK,
-    "ytick.color": SOFT_INK,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
+    **dict.fromkeys(("xtick.color", "ytick.color"), SOFT_INK),
+    **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), INK),
     "legend.frameon": False,
     "legend.fontsize": 9.5,
     "legend.borderpad": 0.1,
@@ -111,8 +110,6 @@ class Picture(Figure):
 
 def png_bundle(png: bytes, alt: str) -> tuple[dict[str, str], dict[str, Any]]:
     """What IPython needs to display a PNG of ours: data by type, and the size at which to show it (CSS pixels)."""
-    from PIL import Image  # comes with matplotlib
-
     width, height = Image.open(io.BytesIO(png)).size
     size = {"width": round(width / SHARPNESS), "height": round(height / SHARPNESS)}
     return {"image/png": base64.b64encode(png).decode(), "text/plain": alt}, {"image/png": size}
@@ -123,8 +120,6 @@ def smaller_png(png: bytes) -> bytes:
 
     A third of the bytes, which is what lets a chapter with twenty pictures stay under a megabyte.
     """
-    from PIL import Image
-
     image = Image.open(io.BytesIO(png)).convert("RGBA")
     pixels = np.asarray(image).reshape(-1, 4)
     colours, inverse, counts = np.unique(pixels.view(np.uint32).ravel(), return_inverse=True, return_counts=True)
@@ -239,11 +234,8 @@ def format_bytes(count: float) -> str:
         if abs(count) < 1024 or unit == "GiB":
             break
         count /= 1024
-    return (
-        f"{count:.0f} B"
-        if unit == "B"
-        else f"{count:.{2 if abs(count) < 10 else 1 if abs(count) < 100 else 0}f} {unit}"
-    )
+    digits = 0 if unit == "B" or abs(count) >= 100 else 1 if abs(count) >= 10 else 2
+    return f"{count:.{digits}f} {unit}"
 
 
 def on_colour(colour: str) -> str:
