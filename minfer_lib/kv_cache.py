@@ -209,13 +209,20 @@ class SlotKVCache:
     def nbytes_used(self) -> int:
         return self.tokens_used * self.bytes_per_token
 
-    def check_invariants(self) -> None:
-        """Raises `InvariantBroken` unless every slot is free or owned by exactly one request."""
+    def check_invariants(self, computed: Mapping[Hashable, int] | None = None) -> None:
+        """Raises `InvariantBroken` unless every slot is free or owned by exactly one request.
+
+        computed: tokens that the cache holds of each request that runs; they, and nobody else, must own a slot then.
+        """
         seen = sorted([*self._free, *self._slots.values()])
         if seen != list(range(self.num_blocks)):
             raise InvariantBroken(f"slots free {sorted(self._free)} and owned {sorted(self._slots.values())}")
         if self._slots.keys() != self._written.keys() or any(n > self.block_size for n in self._written.values()):
             raise InvariantBroken(f"rows written {list(self._written.values())} in slots of {self.block_size}")
+        if computed is not None and computed.keys() != self._slots.keys():
+            raise InvariantBroken(f"{len(computed)} requests run, and {len(self._slots)} own a slot, not the same ones")
+        if computed is not None and any(tokens > self._written[owner] for owner, tokens in computed.items()):
+            raise InvariantBroken("more tokens computed than rows written")
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,7 @@ at most `max_num_seqs` run; no schedule exceeds the budget, has a request twice 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,7 +26,7 @@ class Cache(Protocol):
 
     def free(self, owner: Hashable) -> None: ...
 
-    def check_invariants(self) -> None: ...
+    def check_invariants(self, computed: Mapping[Hashable, int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Scheduler:
         self.waiting: list[Request] = []  # in the order in which they will be admitted
         self.running: list[Request] = []
         self._arrivals: dict[Request, int] = {}  # of all that wait or run
-        self._served: dict[Request, int] = {}  # number of the step that a request was last part of
-        self._step = 0
-        self._count = 0
+        self._served: dict[Request, int] = {}  # of all that run: which of all chunks was their last
+        self._count = 0  # of arrivals
+        self._chunks = 0
 
     def add(self, request: Request) -> None:
         """Puts a request into the queue, behind those of its priority."""
@@ -73,21 +73,23 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step; requests are admitted as far as budget, slots and cache reach."""
         budget, chunks = self.max_num_batched_tokens, []
-        self._step += 1
+        full = False  # somebody found no room, and who comes behind must not overtake; those that have room go on
         queue = sorted([*self.running, *self.waiting[: self.max_num_seqs]], key=self._urgency)
         for request in queue:
             if not budget:
                 break
             tokens = min(budget, request.num_to_compute)
             new = request not in self._served
-            if new and len(self.running) >= self.max_num_seqs:
-                continue  # those that run already still can
+            if new and (full or len(self.running) >= self.max_num_seqs):
+                continue
             if not self.cache.allocate(request, request.num_computed + tokens):
-                break  # whoever comes behind must not overtake
+                full = True
+                continue
             if new:
                 self.waiting.remove(request)
                 self.running.append(request)
-            self._served[request] = self._step
+            self._chunks += 1
+            self._served[request] = self._chunks
             budget -= tokens
             chunks.append(Chunk(request, tokens))
         return chunks
@@ -114,7 +116,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raises `InvariantBroken` if the queues contradict themselves or the cache."""
-        self.cache.check_invariants()
+        self.cache.check_invariants({request: request.num_computed for request in self.running})
         everybody = [*self.waiting, *self.running]
         if len(set(everybody)) != len(everybody) or set(everybody) != self._arrivals.keys():
             raise InvariantBroken("a request stands in two queues, or in none")
