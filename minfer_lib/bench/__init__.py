@@ -1,7 +1,8 @@
 """Measuring: the same workload, the same definitions and the same table for every engine and every baseline.
 
 Reading order: metrics (what the numbers mean), workloads, machine (what they were measured on), roofline (what they
-could be), baselines, verify, comparison, results, draw, rungs, articles. The engine imports none of this.
+could be), baselines, hf_continuous, usage, verify, comparison, results, draw, rungs, articles; for requests that come
+over time arrivals, serving, latency. The engine imports none of this.
 
 Names are looked up when they are first used, so that the command line does not wait for torch to explain itself. No
 module has the name of a function here, which would hide it.
@@ -11,9 +12,12 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
+    "arrivals": ("all_at_once", "poisson_arrivals", "read_trace", "write_trace"),
     "articles": ("reported", "reported_rows"),
     "baselines": ("HFSerial", "HFStaticBatch"),
     "comparison": ("compare",),
+    "hf_continuous": ("HFContinuousBatch",),
+    "latency": ("LatencyCurve", "LatencyPoint", "latency_curve"),
     "machine": ("peak_flops", "provenance", "read_bandwidth"),
     "metrics": ("RunMetrics", "measure"),
     "probe_memory": ("PeakMemory", "peak_memory"),
@@ -27,7 +31,9 @@ _HOME = {
         "weight_bytes_read",
     ),
     "rungs": ("ladder", "make_engine"),
+    "serving": ("Served", "capacity", "serve"),
     "settings": ("fast_mode",),
+    "usage": ("Occupancy", "occupancy", "occupancy_of", "padding_share"),
     "workloads": ("Workload", "english_text", "fixed_lengths", "mixed_lengths", "prompts_of"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

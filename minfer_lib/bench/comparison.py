@@ -26,14 +26,19 @@ from ..request import RequestOutput
 from .machine import provenance, read_bandwidth, synchronize
 from .metrics import RunMetrics, measure, median
 from .results import Comparison, Row
-from .roofline import floor_ms, kv_token_bytes
+from .roofline import floor_ms
 from .settings import FAST_LABEL, fast_mode
+from .usage import computed_tokens, held_between_runs, kv_memory, padding_share
 from .verify import SAME, judge_lengths, judge_tokens
 from .workloads import Workload, fixed_lengths
 
 
 class Engine(Protocol):
-    """What can be compared: our engines and the baselines. `kv_bytes()` is optional: reserved, or (reserved, used)."""
+    """What can be compared: our engines and the baselines.
+
+    Optional: `kv_bytes()`, reserved or (reserved, used); `aside_s`, seconds of the last `generate` that a server would
+    spend once and that are not counted; what `usage.computed_tokens` reads.
+    """
 
     lm: LanguageModel
     name: str
@@ -50,6 +55,7 @@ class Measured:
     runs: list[RunMetrics] = dataclasses.field(default_factory=list)
     tokens: list[list[list[int]]] = dataclasses.field(default_factory=list)  # [run][request] -> token ids
     cuda_peak: int = 0
+    aside_s: float = 0.0
     warnings: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -79,11 +85,8 @@ def compare(
 
     Raises `InvalidParameter` for no engine, two of one name, or repeats under 1; what an engine raises passes through.
     """
-    measured = _named(engines)
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise InvalidParameter(f"repeats={repeats!r} is not possible: it must be an integer of 1 or more, better 3.")
-    if fast_mode():
-        repeats = 1
+    measured = named(engines)
+    repeats = checked_repeats(repeats)
     lm = measured[0].engine.lm
     workload = workload or fixed_lengths(lm)
 
@@ -121,7 +124,8 @@ def compare(
     return found
 
 
-def _named(engines: Sequence[Engine | tuple[str, Engine]]) -> list[Measured]:
+def named(engines: Sequence[Engine | tuple[str, Engine]]) -> list[Measured]:
+    """Engines with the names of their rows. Raises `InvalidParameter` for none, or two of one name."""
     if not engines:
         raise InvalidParameter("A comparison of nothing was asked for; give it at least one engine or baseline.")
     pairs = [each if isinstance(each, tuple) else (each.name, each) for each in engines]
@@ -132,6 +136,22 @@ def _named(engines: Sequence[Engine | tuple[str, Engine]]) -> list[Measured]:
             "Give one of them another: compare(first, ('its name', second))."
         )
     return [Measured(label, engine) for label, engine in pairs]
+
+
+def checked_repeats(repeats: int) -> int:
+    """How often to measure; once in fast mode."""
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise InvalidParameter(f"repeats={repeats!r} is not possible: it must be an integer of 1 or more, better 3.")
+    return 1 if fast_mode() else repeats
+
+
+def doubts_of(each: Measured, first: Measured, workload: Workload) -> tuple[str, list[str]]:
+    """How the tokens of one engine compare with the first one's: (a word for the table, warnings)."""
+    lm = each.engine.lm
+    exact = lm is first.engine.lm and lm.dtype == torch.float32 and all(p.temperature == 0 for p in workload.params)
+    verdict, doubts = judge_tokens(each.tokens, first.tokens[0], exact=exact)
+    doubts += judge_lengths(each.tokens, workload.output_lens)
+    return "" if verdict == SAME and each is first else verdict, list(dict.fromkeys(each.warnings + doubts))
 
 
 def _generate(engine: Engine, workload: Workload) -> list[RequestOutput]:
@@ -148,15 +168,25 @@ def _timed_run(each: Measured, workload: Workload) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     synchronize(device)
+    counted = computed_tokens(each.engine)
     began = time.perf_counter()
     outputs = _generate(each.engine, workload)
     synchronize(device)
-    each.runs.append(measure(outputs, time.perf_counter() - began))
+    wall = time.perf_counter() - began
+    aside = getattr(each.engine, "aside_s", 0.0)
+    each.aside_s = max(each.aside_s, aside)
+    padding = None if counted is None else padding_share(computed_tokens(each.engine) - counted, outputs)
+    each.runs.append(measure(outputs, wall - aside, padding))
     each.tokens.append([out.token_ids for out in outputs])
     if device.type == "cuda":
         each.cuda_peak = max(each.cuda_peak, torch.cuda.max_memory_allocated(device))
-    if broken := [out for out in outputs if out.error]:
-        each.warnings.append(f"{len(broken)} of {len(outputs)} requests failed: {broken[0].error}")
+    each.warnings += failures(outputs)
+
+
+def failures(outputs: Sequence[RequestOutput]) -> list[str]:
+    """A warning if any request ended with an error."""
+    broken = [out for out in outputs if out.error]
+    return [f"{len(broken)} of {len(outputs)} requests failed: {broken[0].error}"] if broken else []
 
 
 def _row(each: Measured, all_measured: Sequence[Measured], workload: Workload) -> Row:
@@ -166,11 +196,7 @@ def _row(each: Measured, all_measured: Sequence[Measured], workload: Workload) -
     floor = floor_ms(lm, metrics.concurrency, metrics.kv_tokens) if metrics.tpot_ms else None
     reserved, used = kv_memory(engine, metrics)
     others = sum(held_between_runs(other.engine) for other in all_measured if other is not each)
-    first = all_measured[0]
-    same_weights = lm is first.engine.lm
-    exact = same_weights and lm.dtype == torch.float32 and all(p.temperature == 0 for p in workload.params)
-    verdict, doubts = judge_tokens(each.tokens, first.tokens[0], exact=exact)
-    doubts += judge_lengths(each.tokens, workload.output_lens)
+    verdict, warnings = doubts_of(each, all_measured[0], workload)
     return Row(
         engine=each.name,
         ttft_ms=metrics.ttft_ms,
@@ -182,36 +208,10 @@ def _row(each: Measured, all_measured: Sequence[Measured], workload: Workload) -
         kv_reserved=reserved,
         kv_used=used,
         peak_bytes=max(0, each.cuda_peak - others) or None,
-        tokens="" if verdict == SAME and each is first else verdict,
-        warnings=tuple(dict.fromkeys(each.warnings + doubts)),
+        tokens=verdict,
+        warnings=tuple(warnings),
         metrics=metrics,
     )
-
-
-def kv_memory(engine: Engine, metrics: RunMetrics) -> tuple[int | None, int | None]:
-    """Bytes of KV cache (reserved, used at the fullest moment); (None, None) for an engine that does not tell.
-
-    An engine that tells only what it holds is taken to have used what its requests needed; if that is more, it has
-    given its caches back already, and had reserved as much.
-    """
-    tell = getattr(engine, "kv_bytes", None)
-    if tell is None:
-        return None, None
-    told = tell()
-    if not isinstance(told, int):
-        reserved, used = told
-        return reserved, used
-    used = metrics.kv_peak_tokens * kv_token_bytes(engine.lm)
-    return max(told, used), used
-
-
-def held_between_runs(engine: Engine) -> int:
-    """Bytes of KV cache that an engine keeps while others run; the baselines give theirs back after each batch."""
-    tell = getattr(engine, "kv_bytes", None)
-    if tell is None or not getattr(engine, "keeps_cache", True):
-        return 0
-    told = tell()
-    return told if isinstance(told, int) else told[0]
 
 
 def _with_memory(row: Row, engine: Engine, workload: Workload) -> Row:
@@ -237,5 +237,10 @@ def _notes(measured: Sequence[Measured], repeats: int, short_warm_up: bool) -> l
         f"{each.name} runs {each.engine.lm!r}: other weights than {first.name}"
         for each in measured
         if each.engine.lm is not first.engine.lm
+    ]
+    notes += [
+        f"{each.name}: up to {each.aside_s:.1f} s a run for starting and stopping are not counted"
+        for each in measured
+        if each.aside_s
     ]
     return notes

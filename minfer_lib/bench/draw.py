@@ -69,7 +69,7 @@ COLUMNS = [
     Column("KV reserved", lambda r: bytes_text(r.kv_reserved)),
     Column("KV used", lambda r: bytes_text(r.kv_used), "at the fullest moment"),
     Column("peak memory", lambda r: _peak(r)),
-    Column("tokens", lambda r: r.tokens, "against those of the first row"),
+    Column("tokens", lambda r: r.tokens, "against the first run of the first row"),
 ]
 
 
@@ -77,6 +77,14 @@ def table(comparison: Comparison) -> tuple[list[Column], list[tuple[Row, list[st
     """The columns that somebody has a figure for, and each row with its cells."""
     columns = [column for column in COLUMNS if any(column.cell(row) for row in comparison.rows)]
     return columns, [(row, [column.cell(row) for column in columns]) for row in comparison.rows]
+
+
+def caption(comparison: Comparison) -> str:
+    """The title, which says of a model that is only a shape that its weights are random."""
+    model = str(comparison.provenance["model"])
+    if not model.startswith("shape:"):
+        return comparison.title
+    return comparison.title.replace(model, f"Shape of {model.removeprefix('shape:')}, random weights,", 1)
 
 
 def footnotes(comparison: Comparison, columns: list[Column]) -> list[str]:
@@ -103,19 +111,23 @@ def footnotes(comparison: Comparison, columns: list[Column]) -> list[str]:
 def text_table(comparison: Comparison) -> str:
     """The table for a terminal, with its footnotes."""
     columns, rows = table(comparison)
-    lines = [comparison.title]
+    lines = [caption(comparison)]
     if comparison.workload["fast"] and FAST_LABEL not in comparison.notes:
         lines.append(FAST_LABEL)
     cells = [["engine", *(column.heading for column in columns)]]
     cells += [[_label(row), *texts] for row, texts in rows]
+    lines += [*aligned(cells), *sources(comparison)]
+    return "\n".join([*lines, *footnotes(comparison, columns)])
+
+
+def aligned(cells: list[list[str]]) -> list[str]:
+    """Lines of a table, the first one its heading: the first column on the left, the others on the right."""
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    for number, line in enumerate(cells):
+    lines = []
+    for line in cells:
         others = [text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True)]
         lines.append("  ".join([line[0].ljust(widths[0]), *others]).rstrip())
-        if number == 0:
-            lines.append("-" * (sum(widths) + 2 * (len(widths) - 1)))
-    lines += sources(comparison)
-    return "\n".join([*lines, *footnotes(comparison, columns)])
+    return [lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]]
 
 
 def sources(comparison: Comparison) -> list[str]:
@@ -148,7 +160,7 @@ def html_table(comparison: Comparison) -> str:
     lines = [escape(note) for note in [*sources(comparison), *notes]]
     small = "<br>".join(f"<strong>{line}</strong>" if line.startswith("WARNING") else line for line in lines)
     return (
-        f"<p><strong>{escape(comparison.title)}</strong>{fast}</p>"
+        f"<p><strong>{escape(caption(comparison))}</strong>{fast}</p>"
         f'<table><thead><tr><th style="text-align:left">engine</th>{head}</tr></thead><tbody>{body}</tbody></table>'
         f"<p><small>{small}</small></p>"
     )
@@ -156,17 +168,22 @@ def html_table(comparison: Comparison) -> str:
 
 def figure(comparison: Comparison, save: str | os.PathLike[str] | None = None) -> Any:
     """Bars of tokens/s and of TPOT with its floor, one colour an engine; `save` writes an SVG or PNG file."""
-    from ..learn.style import STYLE, drawing
+    from ..learn.style import drawing
 
     picture = drawing(_bars)(comparison)
     if save is not None:
-        import matplotlib as mpl
-
-        # no date and fixed ids: the same figures give the same file
-        with mpl.rc_context({**STYLE, "svg.hashsalt": "minfer", "svg.fonttype": "path"}):
-            metadata = {"Date": None} if str(save).endswith(".svg") else None
-            picture.savefig(save, metadata=metadata)
+        keep(picture, save)
     return picture
+
+
+def keep(picture: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a picture to an SVG, PNG or PDF file; the same figures give the same file."""
+    import matplotlib as mpl
+
+    from ..learn.style import STYLE
+
+    with mpl.rc_context({**STYLE, "svg.hashsalt": "minfer", "svg.fonttype": "path"}):  # fixed ids, and no date
+        picture.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
 
 
 def _bars(comparison: Comparison) -> Any:
@@ -193,7 +210,7 @@ def _bars(comparison: Comparison) -> Any:
             axes[1].plot([row.floor_ms] * 2, [at - 0.42, at + 0.42], color=SOFT_INK, lw=1.6, ls=(0, (2, 1)))
     axes[0].set_yticks(range(len(rows)), [row.engine for row in rows])
     axes[0].invert_yaxis()
-    label = comparison.title + (f"\n{FAST_LABEL}" if comparison.workload["fast"] else "")
+    label = caption(comparison) + (f"\n{FAST_LABEL}" if comparison.workload["fast"] else "")
     picture.supxlabel(f"{label}\ndashed: what reading the step's bytes takes at least", fontsize=8, color=SOFT_INK)
     figures = ", ".join(f"{row.engine} {_number(row.tokens_per_s)} tokens/s" for row in rows)
     picture.alt = f"Bars of throughput and time per token. {figures}."

@@ -8,6 +8,7 @@ The definitions are those of the field (vLLM's and SGLang's serving benchmarks u
 - TTFT, time to first token: from a request's arrival to its first token. Waiting in a queue is part of it.
 - TPOT, time per output token: the mean time between a request's later tokens, (last - first) / (tokens - 1). The first
   token is not in it, since it pays for the whole prompt; a request of one token has none.
+- Queue time: from arrival to the moment when some of the prompt is first computed; it is the first part of TTFT.
 - End to end: from arrival to the moment the answer is handed over. In a padded batch that is when the longest ends.
 - Throughput: output tokens of all requests / wall time of the whole run. Prompt tokens do not count, and neither does
   anything that was computed and thrown away (padding, tokens past a row's end).
@@ -52,11 +53,15 @@ class RunMetrics:
     kv_tokens: float  # tokens that one decode step had to look back at, per request, on average
     kv_peak_tokens: int  # tokens of all running requests at the moment when they were most
     preemptions: int
+    queue_ms: float | None = None
+    queue_p95_ms: float | None = None
+    padding_share: float | None = None  # of all computed token rows those that no request needed; None: not known
 
 
-def measure(outputs: Sequence[RequestOutput], wall_s: float) -> RunMetrics:
+def measure(outputs: Sequence[RequestOutput], wall_s: float, padding_share: float | None = None) -> RunMetrics:
     """The record of one run: `outputs` as `generate` returned them, `wall_s` seconds from call to return.
 
+    padding_share: as `usage.padding_share` computes it, for an engine that counts what it computes.
     Raises `InvalidParameter` for no outputs at all: there is nothing to measure.
     """
     if not outputs:
@@ -66,6 +71,7 @@ def measure(outputs: Sequence[RequestOutput], wall_s: float) -> RunMetrics:
     times = [out.metrics for out in outputs]
     ttft = [1e3 * t.ttft_s for t in times if t.ttft_s is not None]
     tpot = [1e3 * t.tpot_s for t in times if t.tpot_s is not None]
+    queue = [1e3 * t.queue_s for t in times if t.queue_s is not None]
     e2e = [1e3 * t.e2e_s for t in times if t.e2e_s is not None and t.first_token is not None]
     later = [out for out in outputs if out.metrics.tpot_s is not None]
     return RunMetrics(
@@ -87,6 +93,9 @@ def measure(outputs: Sequence[RequestOutput], wall_s: float) -> RunMetrics:
         kv_tokens=mean_kv_tokens([(len(out.prompt_token_ids), len(out.token_ids)) for out in later]),
         kv_peak_tokens=peak_kv_tokens(outputs),
         preemptions=sum(t.preemptions for t in times),
+        queue_ms=percentile(queue, 50),
+        queue_p95_ms=percentile(queue, 95),
+        padding_share=padding_share,
     )
 
 

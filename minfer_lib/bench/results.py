@@ -1,4 +1,4 @@
-"""What a comparison found, as data: rows with provenance, to JSON and back.
+"""What a comparison found, as data: rows with provenance, to JSON and back. Latency curves are kept the same way.
 
 Invariant: a figure never travels without where it comes from. A file holds the rows, the workload, the machine and the
 versions, a schema version and a hash of all that, so that a figure edited by hand is noticed when it is read. Tables
@@ -12,16 +12,23 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import InvalidParameter, one_of
 from .machine import PACKAGE, machine_name
 from .metrics import RunMetrics
 
+if TYPE_CHECKING:
+    from .latency import LatencyCurve
+
 SCHEMA = 1
 KIND = "minfer benchmark"
+PARTS = ("rows", "workload", "provenance", "notes")  # what the hash is of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -112,19 +119,41 @@ def to_dict(comparison: Comparison) -> dict[str, Any]:
         "provenance": comparison.provenance,
         "notes": list(comparison.notes),
     }
+    return sealed(KIND, body)
+
+
+def sealed(kind: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Results as plain JSON values, with kind, schema version and hash in front."""
     body = json.loads(json.dumps(body))  # tuples become lists here, so that the hash is that of what will be read
-    return {"kind": KIND, "schema": SCHEMA, "sha256": digest(body), **body}
+    return {"kind": kind, "schema": SCHEMA, "sha256": digest(body, tuple(body)), **body}
 
 
-def digest(body: dict[str, Any]) -> str:
-    """SHA-256 of the canonical JSON of rows, workload, provenance and notes."""
-    kept = {key: body[key] for key in ("rows", "workload", "provenance", "notes")}
+def digest(body: dict[str, Any], parts: Sequence[str] = PARTS) -> str:
+    """SHA-256 of the canonical JSON of these parts."""
+    kept = {key: body[key] for key in parts}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def from_dict(data: Any, name: str = "these results") -> Comparison:
     """The reverse of `to_dict`, marked as recorded. Raises `InvalidParameter` for anything else or changed since."""
-    if not isinstance(data, dict) or data.get("kind") != KIND:
+    return unsealed(
+        data,
+        KIND,
+        PARTS,
+        name,
+        lambda: Comparison(
+            rows=[_row(values) for values in data["rows"]],
+            workload=data["workload"],
+            provenance=data["provenance"],
+            notes=tuple(data["notes"]),
+            recorded=True,
+        ),
+    )
+
+
+def unsealed(data: Any, kind: str, parts: Sequence[str], name: str, make: Callable[[], T]) -> T:
+    """What `make` makes of data that `sealed` gave, once kind, schema version and hash were checked."""
+    if not isinstance(data, dict) or data.get("kind") != kind:
         raise InvalidParameter(f"{name}: benchmark results were expected, and this JSON is something else.")
     if data.get("schema") != SCHEMA:
         raise InvalidParameter(
@@ -132,18 +161,12 @@ def from_dict(data: Any, name: str = "these results") -> Comparison:
             "Record them again with this version of the package."
         )
     try:
-        if data["sha256"] != digest(data):
+        if data["sha256"] != digest(data, parts):
             raise InvalidParameter(
                 f"{name}: the figures do not match the hash that was recorded with them, so they were changed since. "
                 "Restore the file, or record the run again."
             )
-        return Comparison(
-            rows=[_row(values) for values in data["rows"]],
-            workload=data["workload"],
-            provenance=data["provenance"],
-            notes=tuple(data["notes"]),
-            recorded=True,
-        )
+        return make()
     except (KeyError, TypeError) as error:
         raise InvalidParameter(f"{name}: benchmark results were expected, but a part is missing ({error}).") from error
 
@@ -152,19 +175,28 @@ def _row(values: dict[str, Any]) -> Row:
     values = dict(values)
     metrics = values.pop("metrics")
     if metrics is not None:
-        lengths = {key: tuple(metrics[key]) for key in ("prompt_len", "output_len")}
-        metrics = RunMetrics(**{**metrics, **lengths})
+        metrics = metrics_of(metrics)
     spread = values.pop("tokens_per_s_range")
     warnings = tuple(values.pop("warnings"))
     spread = None if spread is None else tuple(spread)
     return Row(**values, metrics=metrics, warnings=warnings, tokens_per_s_range=spread)
 
 
-def save(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
-    """Write a comparison as JSON, through a temporary file beside it, so that no reader meets half of one."""
+def metrics_of(values: dict[str, Any]) -> RunMetrics:
+    """A record of one run out of JSON; what an older file does not have is not known."""
+    return RunMetrics(**{**values, **{key: tuple(values[key]) for key in ("prompt_len", "output_len")}})
+
+
+def save(results: Comparison | LatencyCurve, path: str | os.PathLike[str]) -> Path:
+    """Write results as JSON; the file appears whole or not at all. Returns the path."""
+    data = to_dict(results) if isinstance(results, Comparison) else results.to_dict()
+    return write_whole(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> Path:
+    """Write a file through a temporary one beside it, so that no reader meets half of it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(to_dict(comparison), indent=1, ensure_ascii=False) + "\n"
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -177,8 +209,8 @@ def save(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def load(path: str | os.PathLike[str]) -> Comparison:
-    """Read a comparison that `save` wrote. Raises `InvalidParameter` if there is none or it was changed by hand."""
+def load(path: str | os.PathLike[str]) -> Comparison | LatencyCurve:
+    """Read results that `save` wrote. Raises `InvalidParameter` if there are none or they were changed by hand."""
     path = Path(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -186,10 +218,14 @@ def load(path: str | os.PathLike[str]) -> Comparison:
         raise InvalidParameter(
             f"Results were to be read from {path.name!r}, which is not there or is no JSON: {error}."
         ) from error
+    from . import latency
+
+    if isinstance(data, dict) and data.get("kind") == latency.KIND:
+        return latency.from_dict(data, path.name)
     return from_dict(data, path.name)
 
 
-def load_recorded(name: str) -> Comparison:
+def load_recorded(name: str) -> Comparison | LatencyCurve:
     """A run that is kept with the project, by its name: `load_recorded("h200_ladder")` reads results/h200_ladder.json.
 
     Looked for beside the notebooks, wherever the caller stands: ./results, ./notebooks/results, and the same folder

@@ -51,6 +51,7 @@ class Rung:
 RUNGS: list[Rung] = [
     Rung("hf", "HF generate", "bench.baselines:HFSerial", {}, chapter=0),
     Rung("hf-batch", "HF padded batch", "bench.baselines:HFStaticBatch", {}, chapter=0),
+    Rung("hf-continuous", "HF continuous", "bench.hf_continuous:HFContinuousBatch", {}, chapter=0, in_ladder=False),
     Rung("naive", "naive", "naive:NaiveEngine", {}, chapter=2),
     Rung("cached-hf", "cached (HF cache)", "cached:CachedEngine", {"cache": "hf"}, chapter=3, in_ladder=False),
     Rung("cached", "cached", "cached:CachedEngine", {"cache": "own"}, chapter=3),

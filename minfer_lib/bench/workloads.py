@@ -9,6 +9,7 @@ model without a tokenizer gets random ids instead: for time and memory only thei
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ class Workload:
     params: list[SamplingParams]
     description: str
     fast: bool = False  # shortened by MINFER_FAST, so that its figures are not to be quoted
+    arrivals: tuple[float, ...] | None = None  # seconds from the start, one a prompt; None: all are there at once
 
     def __post_init__(self) -> None:
         if not self.prompts or len(self.prompts) != len(self.params):
@@ -43,6 +45,8 @@ class Workload:
                 f"A workload needs at least one prompt and one SamplingParams for each of them; "
                 f"got {len(self.prompts)} prompts and {len(self.params)} SamplingParams."
             )
+        if self.arrivals is not None:
+            check_arrivals(self.arrivals, len(self.prompts))
 
     @property
     def prompt_lens(self) -> list[int]:
@@ -55,10 +59,26 @@ class Workload:
         fixed = all(params.ignore_eos or params.min_tokens == params.max_tokens for params in self.params)
         return [params.max_tokens for params in self.params] if fixed else None
 
+    def arriving(self, arrivals: Sequence[float] | None) -> Workload:
+        """The same requests, which come at these seconds from the start; `serve` hands them in then."""
+        return replace(self, arrivals=None if arrivals is None else tuple(arrivals))
+
     def warm_up(self) -> Workload:
         """The same prompts with two tokens each: prefill at the same shapes, and one decode step."""
         params = [SamplingParams(max_tokens=min(2, p.max_tokens), ignore_eos=True) for p in self.params]
         return replace(self, params=params)
+
+
+def check_arrivals(arrivals: Sequence[float], requests: int) -> None:
+    """Raises `InvalidParameter` unless there is one moment for each request, and none is negative or endless."""
+    if len(arrivals) != requests:
+        raise InvalidParameter(f"{len(arrivals)} arrivals were given for {requests} requests. Give one for each.")
+    for place, moment in enumerate(arrivals):
+        number = isinstance(moment, int | float) and not isinstance(moment, bool)
+        if not (number and 0 <= moment < math.inf):
+            raise InvalidParameter(
+                f"Request {place} is to arrive at {moment!r}; arrivals are seconds from the start, 0 or more."
+            )
 
 
 def fixed_lengths(lm: LanguageModel, batch: int = 4, prompt_len: int = 64, output_len: int = 64) -> Workload:
