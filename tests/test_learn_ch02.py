@@ -56,6 +56,23 @@ class TestExercises(ExerciseChecks):
     solutions: ClassVar = {f.__name__: f for f in (distribution, top_p_filter, penalise, hold_back, total_tokens)}
 
 
+def test_an_answer_that_changes_the_callers_logits_is_told_so(capsys: pytest.CaptureFixture[str]):
+    def in_place(logits, seen, penalty):
+        for token in set(seen):
+            logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+        return logits
+
+    def in_place_and_wrong(logits, seen, penalty):
+        for token in set(seen):
+            logits[token] /= penalty
+        return logits
+
+    assert ch02.check_penalise(in_place) is False
+    assert "logits.clone()" in capsys.readouterr().out
+    assert ch02.check_penalise(in_place_and_wrong) is False
+    assert "Multiply where the logit is negative" in capsys.readouterr().out
+
+
 # -- the expected values against the package ------------------------------------------------------------------------
 
 

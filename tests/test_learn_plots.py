@@ -12,7 +12,7 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from minfer_lib.learn import plots
-from minfer_lib.learn.plots.memory import spread
+from minfer_lib.learn.plots.memory import balanced, spread
 from minfer_lib.learn.plots.profile import shortened
 from minfer_lib.learn.plots.tokens import visible
 from minfer_lib.learn.style import Picture, colour_of
@@ -251,6 +251,20 @@ def test_tokens_are_made_visible():
     assert visible(" a\n") == "·a↵"
     assert visible("日") == "U+65E5" and visible("\x00") == "U+0000"
     assert len(visible("x" * 100)) == 24
+
+
+def test_labels_that_crowd_are_moved_apart_about_their_middle():
+    assert balanced([0.0, 5.0, 9.0], 1.0) == [0.0, 5.0, 9.0]
+    assert balanced([5.0, 5.0, 5.0], 1.0) == [4.0, 5.0, 6.0]
+    moved = balanced([0.31, 0.26, 0.19, 0.13, 0.11], 0.08)
+    assert sum(moved) == pytest.approx(1.0) and moved == sorted(moved, reverse=True)
+    assert np.diff(moved[::-1]).min() > 0.0799
+
+
+def test_narrow_stretches_are_named_above_the_line():
+    figure = plots.unit_line(["mat", "moon"], [0.97, 0.03], u=0.5)
+    heights = {text.get_text(): text.get_position()[1] for text in figure.axes[0].texts}
+    assert heights["mat"] < 1 < heights["moon"]
 
 
 def test_labels_are_spread_upwards_in_order():

@@ -168,6 +168,23 @@ def test_sampling_explorer_takes_texts_or_a_function_and_leaves_the_logits_alone
         assert 1 < kept < 50 and f"{kept} of 50 tokens kept" in named.alt
 
 
+def test_sampling_explorer_weighs_what_is_kept_as_the_filter_sees_it(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(widgets, "explore", lambda draw, positions, **controls: seen.update(draw=draw))
+    widgets.sampling_explorer(torch.tensor([3.0, 2.0, 1.0, 0.0]), "abcd".__getitem__, seen=[0])
+    off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    for changed in ({"temperature": 0.5}, {"temperature": 2.0}, {"repetition_penalty": 2.0}):
+        unfiltered = widgets.next_token_distribution(
+            torch.tensor([3.0, 2.0, 1.0, 0.0]), SamplingParams(**({"temperature": 1.0} | changed)), seen=[0]
+        )
+        two = float(unfiltered.sort(descending=True).values[:2].sum())
+        figure = seen["draw"](**(off | changed | {"top_k": 2}))
+        assert figure.texts[0].get_text() == f"2 of 4 kept; unfiltered: {two:.1%}"
+    assert seen["draw"](**off).texts[0].get_text() == "All 4 tokens kept"
+    scales = {seen["draw"](**(off | {"temperature": t})).axes[0].get_xlim() for t in (0.5, 2.0)}
+    assert len(scales) == 1
+
+
 def test_cache_explorer_counts_reserved_and_used():
     figure = widgets.draw_cache("smollm2-135m", "fp32", 2048, 256, 8)
     assert sum(widgets.SPREAD) == pytest.approx(len(widgets.SPREAD))

@@ -1,4 +1,5 @@
-"""The widgets of the chapters: memory of a model (1), a distribution being filtered (2), a preallocated cache (3).
+"""The widgets of the chapters: memory of a model (1), a distribution being filtered (2), a preallocated cache (3), the
+replay of a batch and streams side by side (4).
 
 Invariant: a widget computes with the package's own functions (`memory`, `sampling`), so that it cannot teach anything
 else than what the engine does.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
@@ -15,11 +17,23 @@ from .. import memory
 from ..params import SamplingParams
 from ..sampling import filtered_logits, penalised
 from ..shapes import SHAPES, shape_config
+from ..trace import StepTrace
 from . import plots
 from .sliders import Choice, Gallery, Slider, explore
+from .streams import stream_side_by_side
 from .style import Picture, format_bytes
 
-__all__ = ["Choice", "Gallery", "Slider", "cache_explorer", "explore", "memory_explorer", "sampling_explorer"]
+__all__ = [
+    "Choice",
+    "Gallery",
+    "Slider",
+    "batch_replay",
+    "cache_explorer",
+    "explore",
+    "memory_explorer",
+    "sampling_explorer",
+    "stream_side_by_side",
+]
 
 PRECISIONS = {"fp32": 32, "fp16 / bf16": 16, "int8": 8, "int4": 4}
 CARDS_GIB = (8, 12, 16, 24, 40, 80, 141)
@@ -78,7 +92,8 @@ def sampling_explorer(
     """Chapter 2: the distribution of the next token while temperature and filters move.
 
     logits: [vocab], of a real step. tokens: the text of each id, or a function that gives it. seen: ids of prompt and
-    answer so far, which is what the repetition penalty looks at.
+    answer so far, which is what the repetition penalty looks at. All pictures share one scale, and what a filter keeps
+    is weighed by the probabilities that it sees: after penalty and temperature.
     """
     logits = logits.detach().float().flatten().cpu()  # [vocab]
     before = logits.softmax(-1)
@@ -92,7 +107,16 @@ def sampling_explorer(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
         )
         after = next_token_distribution(logits, params, seen)
-        return plots.filtered_bars(named, before.tolist(), after.tolist(), most=8, width=4.7)
+        unfiltered = next_token_distribution(
+            logits, SamplingParams(temperature=temperature, repetition_penalty=repetition_penalty), seen
+        )
+        kept = int((after > 0).sum())
+        title = None if kept == len(after) else (
+            f"{kept:,} of {len(after):,} kept; unfiltered: {float(unfiltered[after > 0].sum()):.1%}"
+        )  # fmt: skip
+        return plots.filtered_bars(
+            named, before.tolist(), after.tolist(), most=8, width=4.7, longest=1.0, title=title
+        )  # fmt: skip
 
     return explore(
         draw,
@@ -144,3 +168,37 @@ def cache_explorer(model: str = "smollm2-135m") -> Gallery | None:
         requests=Choice((1, 2, 4, 8), 4, "requests"),
         positions=[{"average": 256}, {"average": 1024}, {"average": 256, "limit": 512}],
     )
+
+
+# -- chapter 4 ------------------------------------------------------------------------------------------------------
+
+
+def batch_replay(
+    steps: Sequence[StepTrace], *, unit: Literal["step", "s"] = "step", at: Sequence[int] | None = None
+) -> Gallery | None:
+    """Chapter 4: a recorded run step by step: its timeline, and a line that says what happens in the step.
+
+    steps: of an engine with trace=True. `at`: the steps (from 1) of the static picture; None: the liveliest one, and
+    one of the last quarter. Raises `InvalidParameter` if there are no steps.
+    """
+    recorded = tuple(steps)
+    telling = telling_steps(recorded) if at is None else tuple(at)
+
+    def draw(step: int) -> Picture:
+        return plots.gantt(recorded, upto=step, unit=unit)
+
+    return explore(
+        draw,
+        step=Slider(1, len(recorded), 1, telling[0]),
+        positions=[{"step": step} for step in telling],
+    )
+
+
+def telling_steps(steps: Sequence[StepTrace]) -> tuple[int, ...]:
+    """The first step with most of waiting, prefill, decode and an end in it, and the one after three quarters."""
+    lively = [
+        sum(word in plots.what_happens(steps, step) for word in (" wait", " prefill", " decode", " leave"))
+        for step in range(1, len(steps) + 1)
+    ]
+    first, late = lively.index(max(lively)) + 1, max(1, round(0.75 * len(steps)))
+    return (first,) if first == late else (first, late)

@@ -5,11 +5,13 @@ Invariant: expected values were worked out by hand from the definition in the ch
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..exercises import Case, Exercise, Function, Mistake
+from ..exercises import Case, Exercise, Function, Mistake, Outcome
 from .ch02_sampling import LOGITS, WORDS
 
 
@@ -42,7 +44,30 @@ def _draw_penalise(penalise: Function) -> Any:
     return plots.filtered_bars(WORDS, was, after, title=f"floor and moon were seen: {change}")
 
 
-PENALISE = Exercise(
+@dataclass(frozen=True)
+class _LeavesLogits(Exercise):
+    """An exercise whose first argument must stay as it is: a right answer that changes it is told so."""
+
+    def check(self, answer: Any) -> bool:
+        right = callable(answer) and all(self._right(Outcome.of(answer, case.args), case) for case in self.cases)
+        if not right or not any(_changes_logits(answer, case) for case in self.cases):
+            return super().check(answer)
+        print(
+            f"{self.name}: not right yet. What it returns is right in all {len(self.cases)} cases, but the logits that "
+            "it was given have changed as well.\nHint: Whoever called may still need them as they were. Begin with "
+            "logits.clone(), and punish the copy."
+        )
+        return False
+
+
+def _changes_logits(penalise: Function, case: Case) -> bool:
+    logits, *others = copy.deepcopy(case.args)
+    before = logits.clone()
+    penalise(logits, *others)
+    return not torch.equal(logits, before)
+
+
+PENALISE = _LeavesLogits(
     name="penalise",
     parameters=("logits", "seen", "penalty"),
     cases=(

@@ -98,6 +98,15 @@ DISTRIBUTION = Exercise(
             ),
         ),
         Mistake(
+            "divided after the softmax",
+            "You divided the probabilities, and their sum is no longer 1. The temperature divides the logits, before "
+            "the softmax.",
+            (
+                lambda logits, t: logits.softmax(-1) / t,
+                lambda logits, t: _greedy(logits) if t == 0 else logits.softmax(-1) / t,
+            ),
+        ),
+        Mistake(
             "not normalised",
             "These are not probabilities yet: divide them by their sum.",
             (
@@ -124,6 +133,12 @@ def _reaching(probs: torch.Tensor, p: float) -> int:
     return min(len(probs), int((running < p - 1e-6).sum()) + 1)
 
 
+def _before(probs: torch.Tensor) -> torch.Tensor:
+    """What the tokens before each hold together, the likeliest first: [vocab]."""
+    ordered = probs.sort(descending=True).values.double()
+    return ordered.cumsum(0) - ordered
+
+
 def _draw_top_p(top_p_filter: Function) -> Any:
     from .. import plots
 
@@ -142,6 +157,7 @@ TOP_P_FILTER = Exercise(
         Case((torch.tensor([0.1, 0.3, 0.06, 0.5, 0.04]), 0.85), [3, 1, 0], "the ids are not in order of probability"),
         Case((torch.tensor([0.6, 0.4]), 0.5), [0], "the first token is enough"),
         Case((torch.tensor([0.5, 0.3, 0.2]), 1.0), [0, 1, 2], "p = 1 keeps everything"),
+        Case((torch.tensor([0.5, 0.25, 0.25]), 0.5), [0], "the first token reaches p exactly"),
     ),
     mistakes=(
         Mistake(
@@ -158,6 +174,12 @@ TOP_P_FILTER = Exercise(
             "one too many",
             "You keep one token more than is needed. Once the sum has reached p, the next one is out.",
             (lambda probs, p: _kept(probs, _reaching(probs, p) + 1),),
+        ),
+        Mistake(
+            "one too many at exactly p",
+            "You keep one token too many where the sum hits p exactly. With p reached, the rest is out: the question "
+            "is >= p, not > p.",
+            (lambda probs, p: _kept(probs, int((_before(probs) <= p + 1e-6).sum())),),
         ),
         Mistake(
             "not sorted",
@@ -181,7 +203,12 @@ TOP_P_FILTER = Exercise(
             "to reach p.",
             (
                 lambda probs, p: [i for i in probs.argsort(descending=True).tolist() if probs[i] >= p],
+                lambda probs, p: [i for i in probs.argsort(descending=True).tolist() if probs[i] > p],
                 lambda probs, p: [i for i in probs.argsort(descending=True).tolist() if probs[i] >= 1 - p],
+                lambda probs, p: [i for i in probs.argsort(descending=True).tolist() if probs[i] > 1 - p],
+                lambda probs, p: [i for i in probs.argsort(descending=True).tolist() if probs[i] <= p],
+                lambda probs, p: [i for i, prob in enumerate(probs) if prob >= 1 - p],
+                lambda probs, p: [i for i, prob in enumerate(probs) if prob <= p],
             ),
         ),
     ),

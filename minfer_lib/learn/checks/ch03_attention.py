@@ -121,6 +121,19 @@ DECODE_STEP = Exercise(
             torch.tensor([6.0]),
             "one row stays empty",
         ),
+        # scores 0 and 1 / sqrt(1), so the weights are 1 : e
+        Case(
+            (
+                torch.tensor([[0.0], [7.0]]),
+                torch.tensor([[2.0], [9.0]]),
+                1,
+                torch.tensor([1.0]),
+                torch.tensor([1.0]),
+                torch.tensor([4.0]),
+            ),
+            torch.tensor([(2 + 4 * math.e) / (1 + math.e)]),
+            "a head_dim of 1",
+        ),
     ),
     mistakes=(
         Mistake(
@@ -128,6 +141,12 @@ DECODE_STEP = Exercise(
             "The scores have to be divided by the square root of head_dim before the softmax; without it the weights "
             "are too sharp.",
             (partial(_step, scale=1.0),),
+        ),
+        Mistake(
+            "the head_dim of the toy",
+            "2**0.5 was right for the toy, whose head_dim is 2. Divide by the square root of this query's own size: "
+            "len(query) ** 0.5.",
+            (partial(_step, scale=2**-0.5),),
         ),
         Mistake(
             "divided by head_dim",

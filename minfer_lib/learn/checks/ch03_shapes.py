@@ -92,10 +92,12 @@ EMPTY_BYTES = Exercise(
     parameters=("lengths", "max_len", "bytes_per_token"),
     cases=(
         Case(([10], 100, 1), (90, 0.9), "one request"),
+        # Small numbers first, since that is where nearly all mistakes show: a pair of them is read at a glance.
+        Case(([512, 1024], 2048, 2), (5120, 0.625), "two requests"),
         Case(([512, 1024], 2048, 46_080), (2560 * 46_080, 0.625), "two requests of SmolLM2"),
-        Case(([2048, 2048], 2048, 57_344), (0, 0.0), "both reach the limit"),
+        Case(([2048, 2048], 2048, 2), (0, 0.0), "both reach the limit"),
         Case(([356], 2048, 57_344), (1692 * 57_344, 1692 / 2048), "Qwen2.5-7B, 356 of 2,048"),
-        Case(([], 2048, 46_080), (0, 0.0), "no request at all"),
+        Case(([], 2048, 2), (0, 0.0), "no request at all"),
     ),
     mistakes=(
         Mistake(
@@ -107,11 +109,23 @@ EMPTY_BYTES = Exercise(
             ),
         ),
         Mistake(
+            "the used share",
+            "The bytes are those of the empty part, and the share is that of the used one. Both are asked for what is "
+            "empty: empty / reserved.",
+            (
+                lambda n, room, size: ((room * len(n) - sum(n)) * size, sum(n) / (room * len(n)) if n else 0.0),
+                lambda n, room, size: ((room * len(n) - sum(n)) * size, sum(n) / (room * len(n))),
+            ),
+        ),
+        Mistake(
             "one buffer for all",
             "You counted one buffer. Each request has one of its own, so len(lengths) * max_len tokens are reserved.",
             (
                 lambda n, room, size: ((room - sum(n)) * size, 1 - sum(n) / room),
                 lambda n, room, size: (max(0, room - sum(n)) * size, max(0.0, 1 - sum(n) / room)),
+                lambda n, room, size: ((room - sum(n)) * size, 1 - sum(n) / (room * len(n)) if n else 0.0),
+                lambda n, room, size: ((room - sum(n)) * size, (room - sum(n)) / (room * len(n)) if n else 0.0),
+                lambda n, room, size: ((room - max(n, default=0)) * size, 1 - max(n, default=0) / room),
             ),
         ),
         Mistake(

@@ -148,6 +148,25 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
     return result
 
 
+def balanced(values: Sequence[float], gap: float) -> list[float]:
+    """The values moved apart, in their order, until neighbours are `gap` from each other, each group about its middle.
+
+    Least squares: where labels crowd, each ends up as near to its place as all of them together allow.
+    """
+    order = np.argsort(values, kind="stable")
+    groups: list[list[float]] = []  # [sum, count] of wanted places, each less the gaps below it
+    for rank, index in enumerate(order):
+        groups.append([values[index] - rank * gap, 1])
+        while len(groups) > 1 and groups[-2][0] / groups[-2][1] > groups[-1][0] / groups[-1][1]:
+            total, count = groups.pop()
+            groups[-1] = [groups[-1][0] + total, groups[-1][1] + count]
+    places = [total / count for total, count in groups for _ in range(int(count))]
+    result = list(values)
+    for rank, index in enumerate(order):
+        result[index] = float(places[rank] + rank * gap)
+    return result
+
+
 @drawing
 def roofline(
     peak_flops: float, bandwidth: float, points: Mapping[str, tuple[float, float | None]], *, title: str | None = None

@@ -25,7 +25,9 @@ from ..style import (
     line_style,
     quiet,
 )
-from .memory import spread
+from .memory import balanced, spread
+
+LEADER = {"arrowstyle": "-", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2}  # a name to its curve
 
 
 @drawing
@@ -60,7 +62,8 @@ def step_times(
     top = tall * 1.08
     for (name, (lengths, _)), height, note in zip(series.items(), spread(ends, top * 0.14), notes, strict=True):
         colour = INK if engine_family(name) is None else colour_of(name)
-        at = (max(lengths) if len(series) == 1 else far, height)
+        is_short = max(lengths) < 0.7 * far  # such a cloud leaves room for its name where it ends
+        at = (max(lengths) if is_short else far, height)
         ax.annotate(
             name,
             at,
@@ -175,17 +178,21 @@ def curves(
     if y_range:
         ax.set_ylim(*y_range)
     heights = [y for _, _, y, _ in ends]
+    low, high = ax.get_ylim()
     if ends and not log_y:
-        low, high = ax.get_ylim()
-        heights = spread(heights, 0.075 * (high - low))
+        heights = balanced(heights, 0.075 * (high - low))
         heights = [height - max(0.0, max(heights) - high) for height in heights]  # none above the picture
-    for (name, at, _, colour), height in zip(ends, heights, strict=True):
+        heights = [height + max(0.0, low - min(heights)) for height in heights]  # and none below it
+    moved = not log_y and any(
+        abs(height - y) > 0.02 * (high - low) for (_, _, y, _), height in zip(ends, heights, strict=True)
+    )
+    for (name, at, y, colour), height in zip(ends, heights, strict=True):
         if len(series) > 1:
             ink = colour if engine_family(name) else darker(colour)
-            ax.annotate(
-                name, (at, height), textcoords="offset points", xytext=(7, 0), va="center", color=ink,
-                annotation_clip=False,
-            )  # fmt: skip
+            placed = {"xy": (at, y), "textcoords": ("offset points", "data"), "annotation_clip": False}
+            ax.annotate(name, xytext=(20 if moved else 7, height), va="center", color=ink, **placed)
+            if moved:
+                ax.annotate("", xytext=(18, height), arrowprops=LEADER | {"color": ink}, **placed)
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
     quiet(ax, grid="y")
@@ -195,10 +202,10 @@ def curves(
 
 
 def _formula(coefficients: Sequence[float]) -> str:
-    """A fitted polynomial in n as a reader writes it: 12.3 + 0.0456 n."""
+    """A fitted polynomial in n as a reader writes it, with the digits that scattered points support: 12 + 0.046 n."""
     powers = ("", " n", " n²", " n³")
     text = ""
     for c, power in zip(coefficients, powers, strict=False):
-        size = f"{abs(c):.3g}{power}"
+        size = f"{float(f'{abs(c):.2g}'):,g}{power}"
         text += size if not text and c >= 0 else f"{' − ' if text else '−'}{size}" if c < 0 else f" + {size}"
     return f"fit: {text} ms"

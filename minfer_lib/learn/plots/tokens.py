@@ -117,12 +117,14 @@ def top_tokens(
 def filtered_bars(
     tokens: Sequence[str], before: Sequence[float], after: Sequence[float], *, cut_probability: float | None = None,
     cut_rank: int | None = None, cumulative: bool = False, most: int = 12, title: str | None = None, width: float = 7.0,
+    longest: float | None = None,
 ) -> Picture:  # fmt: skip
     """A distribution before and after a filter: outlines before, solid bars after, dropped tokens in grey.
 
     `before` and `after` are probabilities of the same tokens (0 in `after`: dropped). The cut can be drawn where it
     falls: `cut_probability` as a line across the bars (min-p), `cut_rank` as a line under the k-th bar (top-k), and
-    with `cumulative` the running sum of `before` is written beside each bar (top-p).
+    with `cumulative` the running sum of `before` is written beside each bar (top-p). `longest` is the probability of
+    the longest bar that there is room for (None: that of the longest one here), so that pictures can share a scale.
     """
     everything = sorted(range(len(before)), key=lambda i: (-before[i], i))
     order = everything[:most]
@@ -136,7 +138,7 @@ def filtered_bars(
     for label, is_dropped in zip(ax.get_yticklabels(), dropped, strict=True):
         label.set_color(SOFT_INK if is_dropped else INK)
     ax.invert_yaxis()
-    longest = max(*was, *now)
+    longest = longest or max(*was, *now)
     ax.set_xlim(0, longest * (1.42 if cumulative else 1.2))
     running = 0.0
     for row, (w, n) in enumerate(zip(was, now, strict=True)):
@@ -188,7 +190,7 @@ def unit_line(
     `u` in [0, 1) is a random number; the arrow falls on the token that it draws, which is named in the headline.
     """
     figure, ax = canvas(7.0, 1.75)
-    end, drawn = 0.0, None
+    end, drawn, free_from = 0.0, None, 0.0
     for n, (token, p) in enumerate(zip(tokens, probs, strict=True)):
         start, end = end, end + float(p)
         hit = u is not None and start <= u < end
@@ -201,13 +203,19 @@ def unit_line(
                 start + p / 2, 0.5, name, ha="center", va="center", family="monospace", size=9.5,
                 color=on_colour(fill),
             )  # fmt: skip
+        else:  # above the line, where neither another such name nor the arrow stands
+            half = 0.006 * (len(name) + 1)
+            middle = start + p / 2
+            if middle - half >= free_from and (u is None or abs(middle - u) > half + 0.01):
+                ax.text(middle, 1.22, name, ha="center", va="center", family="monospace", size=8.5)
+                free_from = middle + half
     if u is not None:
         ax.annotate(
             f"u = {u:.3f}", (u, 1.0), xytext=(u, 1.75), ha="center", va="center", size=9,
             arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.4},
         )  # fmt: skip
     ax.set_xlim(-0.04, 1.04)
-    ax.set_ylim(0, 2.1 if u is not None else 1.1)
+    ax.set_ylim(0, 2.1 if u is not None else 1.4)
     ax.set_yticks([])
     ax.set_xticks([0, 0.25, 0.5, 0.75, 1])
     quiet(ax, spines=("bottom",))
