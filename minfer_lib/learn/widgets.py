@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
-from typing import Literal
 
 import torch
 
@@ -17,8 +16,8 @@ from .. import memory
 from ..params import SamplingParams
 from ..sampling import filtered_logits, penalised
 from ..shapes import SHAPES, shape_config
-from ..trace import StepTrace
 from . import plots
+from .replay import batch_replay
 from .sliders import Choice, Gallery, Slider, explore
 from .streams import stream_side_by_side
 from .style import Picture, format_bytes
@@ -168,37 +167,3 @@ def cache_explorer(model: str = "smollm2-135m") -> Gallery | None:
         requests=Choice((1, 2, 4, 8), 4, "requests"),
         positions=[{"average": 256}, {"average": 1024}, {"average": 256, "limit": 512}],
     )
-
-
-# -- chapter 4 ------------------------------------------------------------------------------------------------------
-
-
-def batch_replay(
-    steps: Sequence[StepTrace], *, unit: Literal["step", "s"] = "step", at: Sequence[int] | None = None
-) -> Gallery | None:
-    """Chapter 4: a recorded run step by step: its timeline, and a line that says what happens in the step.
-
-    steps: of an engine with trace=True. `at`: the steps (from 1) of the static picture; None: the liveliest one, and
-    one of the last quarter. Raises `InvalidParameter` if there are no steps.
-    """
-    recorded = tuple(steps)
-    telling = telling_steps(recorded) if at is None else tuple(at)
-
-    def draw(step: int) -> Picture:
-        return plots.gantt(recorded, upto=step, unit=unit)
-
-    return explore(
-        draw,
-        step=Slider(1, len(recorded), 1, telling[0]),
-        positions=[{"step": step} for step in telling],
-    )
-
-
-def telling_steps(steps: Sequence[StepTrace]) -> tuple[int, ...]:
-    """The first step with most of waiting, prefill, decode and an end in it, and the one after three quarters."""
-    lively = [
-        sum(word in plots.what_happens(steps, step) for word in (" wait", " prefill", " decode", " leave"))
-        for step in range(1, len(steps) + 1)
-    ]
-    first, late = lively.index(max(lively)) + 1, max(1, round(0.75 * len(steps)))
-    return (first,) if first == late else (first, late)

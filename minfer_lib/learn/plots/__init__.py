@@ -5,10 +5,15 @@ last line of a cell. A headline states a finding only if it was computed from th
 """
 
 from .attention import attention_mask, attention_weights, causal_mask, head_groups
+from .batching import packed_row, slots_map, static_batch_waste, waste_shares
 from .caches import cache_fill, recomputed_keys
+from .lanes import timeline_states, what_happens
+from .life import request_life
+from .load import latency_curves, occupancy, step_composition
 from .memory import kv_growth, memory_stack, roofline
 from .profile import TimelineStep, prefill_decode_timeline, time_by_operator
 from .steps import bars_by_engine, curves, gain_vs_length, step_times
+from .timelines import gantt, iteration_timeline
 from .tokens import filtered_bars, token_boxes, top_tokens, unit_line
 
 __all__ = [
@@ -21,15 +26,27 @@ __all__ = [
     "curves",
     "filtered_bars",
     "gain_vs_length",
+    "gantt",
     "head_groups",
+    "iteration_timeline",
     "kv_growth",
+    "latency_curves",
     "memory_stack",
+    "occupancy",
+    "packed_row",
     "prefill_decode_timeline",
     "recomputed_keys",
+    "request_life",
     "roofline",
+    "slots_map",
+    "static_batch_waste",
+    "step_composition",
     "step_times",
     "time_by_operator",
+    "timeline_states",
     "token_boxes",
     "top_tokens",
     "unit_line",
+    "waste_shares",
+    "what_happens",
 ]

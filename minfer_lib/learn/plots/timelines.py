@@ -1,0 +1,182 @@
+"""Pictures of scheduling: which request waits, prefills, decodes or is gone, step by step.
+
+Invariant: every request has a lane of its own, and what a caption says is read from the steps that were drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from ...errors import InvalidParameter
+from ..style import FAINT, INK, SOFT_INK, Picture, canvas, drawing, headline, on_colour, quiet
+from .lanes import account, lanes, summary
+from .profile import DECODE_COLOUR, PREFILL_COLOUR
+
+if TYPE_CHECKING:
+    from ...trace import StepTrace
+
+WAITS_COLOUR = "#c9cdd3"
+STATES = {"w": ("waits", WAITS_COLOUR), "p": ("prefill", PREFILL_COLOUR), "d": ("decode", DECODE_COLOUR),
+          "x": ("done, still computed", "#efede8")}  # fmt: skip
+HATCH = {"edgecolor": "#a9adb3", "hatch": "////", "linewidth": 0.0}
+
+
+@drawing
+def gantt(
+    steps: Sequence[StepTrace], *, upto: int | None = None, unit: Literal["step", "s"] = "step",
+    title: str | None = None,
+) -> Picture:  # fmt: skip
+    """A lane for each request of a run: waiting, its prompt in chunks (tokens written in), decode steps, the end.
+
+    `upto` marks a step (counted from 1) and fades what comes after it. unit: the axis counts steps, or seconds.
+    """
+    run = lanes(steps)
+    caption = account(run, steps, upto) if upto is not None else summary(run, steps)
+    if unit == "s":
+        zero = steps[0].began
+        begins = np.array([step.began for step in steps]) - zero
+        ends = np.array([step.ended for step in steps]) - zero
+    else:
+        begins = np.arange(len(steps)) + 0.5
+        ends = begins + 1.0
+    height = 0.27 if len(run) <= 16 else max(0.15, 5.2 / len(run))
+    width = 8.4
+    figure, ax = canvas(width, 1.35 + height * len(run))
+    per_unit = (width - 1.1) * 72 / (ends[-1] - begins[0])  # points
+    narrow = (width - 1.1) * 72 / len(steps) < 4.0  # steps that cannot be told apart are drawn as one bar
+    size = 7.5 if height > 0.2 else 6.5
+    bars: dict[tuple[str, bool], list[list[tuple[float, float]]]] = {}
+
+    def bar(colour: str, step: int, left: float, right: float, y: float, half: float) -> None:
+        corners = [(left, y - half), (right, y - half), (right, y + half), (left, y + half)]
+        bars.setdefault((colour, upto is not None and step > upto), []).append(corners)
+
+    for y, lane in enumerate(run.values()):
+        for step in lane.waited:
+            until = begins[step] if step < len(steps) else ends[step - 1]
+            bar(WAITS_COLOUR, step, begins[step - 1], until, y, 0.13)
+        served = [step for step, _, _ in lane.chunks]
+        for step, following in itertools.pairwise(served):  # it ran, and had no token in the steps between
+            if following > step + 1:
+                bar(FAINT, step + 1, ends[step - 1], begins[following - 1], y, 0.06)
+        for decodes, group in itertools.groupby(lane.chunks, key=lambda chunk: chunk[2]):
+            for first, last, tokens in _runs(list(group), narrow and decodes, upto):
+                left, right = begins[first - 1], ends[last - 1]
+                apart = 0.0 if narrow else min(0.12 * (right - left), 0.7 / per_unit)  # a hair between steps
+                bar(DECODE_COLOUR if decodes else PREFILL_COLOUR, first, left, right - apart, y, 0.37)
+                room = (right - left) * per_unit
+                later = upto is not None and first > upto
+                if not decodes and not later and room > 0.68 * size * len(str(tokens)):
+                    ax.text((left + right) / 2, y + 0.03, str(tokens), ha="center", va="center", size=size,
+                            color=on_colour(PREFILL_COLOUR))  # fmt: skip
+        if lane.chunks and lane.last == lane.chunks[-1][0] and (upto is None or lane.last <= upto):
+            end = ends[lane.last - 1]
+            ax.plot([end, end], [y - 0.42, y + 0.42], color=INK, linewidth=1.3, solid_capstyle="butt", zorder=3)
+    for (colour, later), corners in bars.items():
+        faded = 0.25 if later else 1.0
+        ax.add_collection(PolyCollection(corners, facecolors=colour, alpha=faded, linewidths=0), autolim=False)
+    if upto is not None:
+        ax.axvspan(begins[upto - 1], ends[upto - 1], facecolor="none", edgecolor=INK, linewidth=1.2, zorder=4)
+    _lane_axis(ax, [lane.name for lane in run.values()], 8.5 if height > 0.2 else 7.5)
+    span = ends[-1] - begins[0]
+    ax.set_xlim(begins[0] - 0.002 * span, ends[-1] + 0.006 * span)
+    ax.xaxis.set_major_locator(MaxNLocator(10, integer=unit == "step"))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,g}"))
+    ax.set_xlabel("step" if unit == "step" else "seconds")
+    headline(figure, title or caption)
+    looks = [("waits", WAITS_COLOUR), ("prefill, in tokens", PREFILL_COLOUR), ("decode, one token", DECODE_COLOUR)]
+    handles = [Rectangle((0, 0), 1, 1, color=colour, label=name) for name, colour in looks]
+    handles.append(Rectangle((0, 0), 0.2, 1, color=INK, label="the end"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    figure.alt = caption
+    return figure
+
+
+@drawing
+def iteration_timeline(panels: Mapping[str, Mapping[str, str]], *, title: str | None = None) -> Picture:
+    """Toy schedules, one below the other: {"static": {"A": "ppddxx", ...}, "continuous": {...}}, a character a step.
+
+    w: waits. p: part of its prompt is computed. d: decodes. x: it is done, and its row is computed all the same, as in
+    a static batch. A space: not there yet, or gone. Raises `InvalidParameter` for other characters.
+    """
+    for rows in panels.values():
+        if unknown := sorted(set("".join(rows.values())) - set(STATES) - {" "}):
+            raise InvalidParameter(
+                f"The state {unknown[0]!r} is not known. Each step of a request is one of w (waits), p (prefill), "
+                "d (decode), x (done, still computed) or a space."
+            )
+    longest = max(len(row) for rows in panels.values() for row in rows.values())
+    label = 0.35 + 0.085 * max(len(name) for rows in panels.values() for name in rows)  # inches
+    side = min(0.36, (6.7 - label) / longest)
+    lines = sum(len(rows) for rows in panels.values())
+    gap = 0.62 / side  # in squares, between panels: title and step numbers
+    width = max(5.9, label + side * longest + 0.35)
+    figure, ax = canvas(width, 0.98 + side * (lines + gap * len(panels)))
+    y, notes = 0.0, []
+    for name, rows in panels.items():
+        text = "".join(rows.values())
+        length = max(len(row.rstrip()) for row in rows.values())
+        useful, idle = text.count("p") + text.count("d"), text.count("x")
+        notes.append(f"{name} {length} steps")
+        waste = f", {idle} of {useful + idle} computed squares are waste" if idle else ", no square is waste"
+        ax.text(0.0, y + gap * 0.42, f"{name}: {length} steps{waste}", va="center", size=9.5, weight="bold")
+        y += gap
+        for step in range(longest) if side > 0.2 else range(0, longest, 5):
+            ax.text(step + 0.5, y - 0.08, str(step + 1), ha="center", va="bottom", size=7.5, color=SOFT_INK)
+        for request, row in rows.items():
+            ax.text(-0.25, y + 0.5, request, ha="right", va="center", size=9)
+            for step, state in enumerate(row):
+                if state != " ":
+                    fill = STATES[state][1]
+                    look = {"facecolor": fill, "linewidth": 0.0} | (HATCH if state == "x" else {})
+                    ax.add_patch(Rectangle((step + 0.05, y + 0.07), 0.9, 0.86, **look))
+            y += 1
+    ax.set_xlim(-label / side, (width - 0.3 - label) / side)
+    ax.set_ylim(y, 0)
+    ax.set_aspect("equal", anchor="NW")
+    ax.axis("off")
+    caption = ", ".join(notes)
+    headline(figure, title or caption)
+    seen = {state for rows in panels.values() for row in rows.values() for state in row}
+    handles = [
+        Rectangle((0, 0), 1, 1, label=text, **({"facecolor": fill, "linewidth": 0.0} | (HATCH if key == "x" else {})))
+        for key, (text, fill) in STATES.items()
+        if key in seen
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, columnspacing=1.4)
+    figure.alt = caption
+    return figure
+
+
+def _runs(chunks: Sequence[tuple[int, int, bool]], joined: bool, upto: int | None) -> Iterator[tuple[int, int, int]]:
+    """(first step, last step, tokens): each chunk by itself, or `joined` where they follow each other.
+
+    A run that is joined ends at `upto`, since what comes later is faded.
+    """
+    run: tuple[int, int, int] | None = None
+    for step, tokens, _ in chunks:
+        if run and joined and step == run[1] + 1 and run[1] != upto:
+            run = (run[0], step, run[2] + tokens)
+            continue
+        if run:
+            yield run
+        run = (step, step, tokens)
+    if run:
+        yield run
+
+
+def _lane_axis(ax: Axes, names: Sequence[str], size: float) -> None:
+    every = 1 if len(names) <= 40 else 5
+    ax.set_yticks(range(0, len(names), every), names[::every], size=size)
+    ax.set_ylabel("request")
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.tick_params(axis="y", length=0)
+    quiet(ax, spines=("bottom",))
