@@ -76,7 +76,8 @@ class LLMEngine:
         self.runner = ModelRunner(lm, self.cache, Sampler(lm.eos_ids))
         self.steps: list[StepTrace] = []
         self._ids = request_ids()
-        self._owned: set[Request] = set()  # by a generate or a stream, which reads them itself
+        self._owned: set[Request] = set()  # in the queues, by a generate or a stream, which reads them itself
+        self._stepping = False
         self._outputs: list[RequestOutput] = []  # of the others, until the next step() hands them out
         self._totals = Totals()
 
@@ -196,6 +197,19 @@ class LLMEngine:
     # -- one step -------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
+        if self._stepping:  # it would compute the same tokens a second time
+            raise MinferError(
+                "This engine is in the middle of a step, and takes one at a time: step(), generate() and streams "
+                "cannot be used from inside a logits processor, nor from a second thread meanwhile. Add requests with "
+                "add_request(), and step when the step is over."
+            )
+        try:
+            self._stepping = True
+            self._step()
+        finally:
+            self._stepping = False
+
+    def _step(self) -> None:
         began = self.clock()
         self._expire(began)
         self._reap()
@@ -223,7 +237,12 @@ class LLMEngine:
                 "they had generated until then is in the `outputs` of this exception; the engine can go on."
             ) from error
         computed = self.clock()
-        trace = StepTrace.of(chunks, self.scheduler, self.cache)
+        gained = {
+            chunk.request
+            for row, chunk in enumerate(inputs.sampled)
+            if row not in samples.errors and not chunk.request.finished
+        }
+        trace = StepTrace.of(chunks, gained, self.scheduler, self.cache)
         self._postprocess(chunks, inputs.sampled, samples)
         self._reap()
         trace = trace.timed(began, scheduled, built, computed, self.clock())
@@ -261,7 +280,9 @@ class LLMEngine:
         """Takes what has ended out of the queues, and keeps the outputs that nobody else reads."""
         for request in self.scheduler.remove_finished():
             self._totals.finished[request.finish_reason] += 1
-            if request not in self._owned:
+            if request in self._owned:
+                self._owned.remove(request)
+            else:
                 self._outputs.append(request.output())
 
     # -- who owns a request ---------------------------------------------------------------------------------------
@@ -284,11 +305,12 @@ class LLMEngine:
         return requests
 
     def _release(self, requests: list[Request]) -> None:
-        """Ends what has not ended, and forgets that anybody waits for it."""
+        """Ends what has not ended. In the middle of a step (a logits processor closes a stream) its requests still take
+        part, and are taken out when it is over."""
         for request in requests:
             request.finish("abort", self.clock())
-        self._reap()
-        self._owned.difference_update(requests)
+        if not self._stepping:
+            self._reap()
 
     # -- what it is doing -----------------------------------------------------------------------------------------
 

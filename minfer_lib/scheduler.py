@@ -101,9 +101,9 @@ class Scheduler:
             self.cache.free(request)
             self._arrivals.pop(request)
             self._served.pop(request, None)
-        if done:
-            self.waiting = [request for request in self.waiting if not request.finished]
-            self.running = [request for request in self.running if not request.finished]
+        if done:  # those, and not who may have ended meanwhile
+            self.waiting = [request for request in self.waiting if request in self._arrivals]
+            self.running = [request for request in self.running if request in self._arrivals]
         return done
 
     def _order(self, request: Request) -> tuple[float, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from .errors import GenerationFailed
 from .request import Request, StreamPiece
 
 if TYPE_CHECKING:
@@ -43,8 +44,10 @@ class RequestStream(Iterator[StreamPiece]):
             if not self._collect():
                 try:
                     self._engine._advance()
-                except BaseException:
+                except BaseException as error:
                     self.close()
+                    if isinstance(error, GenerationFailed):
+                        error.outputs = [request.output() for request in self._requests]
                     raise
         return self._pieces.pop(0)
 
@@ -64,5 +67,7 @@ class RequestStream(Iterator[StreamPiece]):
         self._engine._release(self._requests)
 
     def __del__(self) -> None:
-        if getattr(self, "_open", None):
-            self.close()
+        # Python may collect a forgotten stream in the middle of anything that the engine does, so that its requests are
+        # only marked here; the next step takes them out.
+        for request in getattr(self, "_open", ()):
+            request.finish("abort", self._engine.clock())

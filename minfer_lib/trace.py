@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from .kv_cache import SlotKVCache
+from .request import Request
 from .scheduler import Chunk, Scheduler
 
 
@@ -47,13 +48,15 @@ class StepTrace:
     ended: float = 0.0
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], scheduler: Scheduler, cache: SlotKVCache) -> StepTrace:
-        """Taken after the forward pass, before anything is appended."""
+    def of(
+        cls, chunks: Sequence[Chunk], gained: Collection[Request], scheduler: Scheduler, cache: SlotKVCache
+    ) -> StepTrace:
+        """Taken after the forward pass, before anything is appended. gained: the requests that get a new token."""
         return cls(
             tuple(
                 TracedChunk(
                     chunk.request.request_id, chunk.request.index, chunk.request.num_computed, chunk.num_tokens,
-                    chunk.request.num_computed >= len(chunk.request.prompt_token_ids), chunk.samples,
+                    chunk.request.num_computed >= len(chunk.request.prompt_token_ids), chunk.request in gained,
                     cache.block_table(chunk.request)[0],
                 )
                 for chunk in chunks
