@@ -1,0 +1,354 @@
+"""Pictures of chapter 4, the replay of a run and streams side by side: drawn from real runs and counted again here."""
+
+import functools
+import itertools
+import warnings
+
+import nbformat
+import numpy as np
+import pytest
+import test_learn_ch04 as solutions
+from matplotlib.patches import Rectangle
+from nbformat.v4 import new_code_cell, new_notebook
+from test_learn_plots import drawn_texts, head
+
+from minfer_lib import LLMEngine, SamplingParams, load_model
+from minfer_lib.errors import InvalidParameter, PromptTooLong
+from minfer_lib.learn import notebooks, plots, widgets
+from minfer_lib.learn.checks import ch04
+from minfer_lib.learn.plots.lanes import lanes
+from minfer_lib.learn.replay import telling_steps
+from minfer_lib.learn.style import Picture
+from minfer_lib.trace import StepTrace, TracedChunk
+
+
+@functools.cache
+def run(requests, most, budget, prompts=(4, 30), answers=(3, 12)):
+    """(steps, outputs, engine) of a real run; the clock counts 10 ms a call, so that pictures are always the same."""
+    ticks = itertools.count()
+    engine = LLMEngine(
+        load_model("tiny-random", device="cpu"), max_num_seqs=most, max_num_batched_tokens=budget, max_model_len=256,
+        trace=True, clock=lambda: next(ticks) * 0.01,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(3, 200, rng.integers(*prompts)).tolist() for _ in range(requests)]
+    params = [SamplingParams(max_tokens=int(rng.integers(*answers)), ignore_eos=True) for _ in range(requests)]
+    return engine.steps, engine.generate(ids, params), engine
+
+
+def small():
+    return run(6, 3, 16)[0]
+
+
+def large():
+    return run(32, 8, 64, (16, 128), (16, 128))[0]
+
+
+def at_work():
+    """An engine in the middle of three requests, a fourth in the queue, two slots still free."""
+    engine = LLMEngine(load_model("tiny-random", device="cpu"), max_num_seqs=5, num_blocks=5, max_model_len=64)
+    for length in (3, 20, 9):
+        engine.add_request([7] * length, SamplingParams(max_tokens=30))
+    for _ in range(4):
+        engine.step()
+    return engine
+
+
+def step(chunks, waiting=(), **times):
+    """A trace from (request, tokens, decodes)."""
+    parts = tuple(TracedChunk(name, 0, 0, tokens, decodes, True, 0) for name, tokens, decodes in chunks)
+    return StepTrace(parts, tuple((name, 0) for name in waiting), 0, 0, **times)
+
+
+PROMPTS, ANSWERS = [16, 128, 40, 77] * 8, [128, 16, 90, 33] * 8
+STATIC = {"A": "pdddxxxx", "B": "pdxxxxxx", "C": "pddddddd", "D": "wwwwwwwwpdd"}
+CONTINUOUS = {"A": "pddd", "B": "pd", "C": "pddddddd", "D": "wwpdd"}
+RATES = [0.5, 1, 2]
+
+EXAMPLES = {
+    "static_batch_waste": lambda: plots.static_batch_waste([4, 9, 2, 7], [3, 8, 12, 5]),
+    "static_batch_waste, 32": lambda: plots.static_batch_waste(PROMPTS, ANSWERS),
+    "static_batch_waste, batches": lambda: plots.static_batch_waste(PROMPTS, ANSWERS, batch_size=8),
+    "packed_row": lambda: plots.packed_row(
+        [1, 1, 6, 3], ["A", "B", "C", "D"], first_positions=[9, 4, 0, 8], last_rows=[0, 1, 7, 10]
+    ),
+    "packed_row, plain": lambda: plots.packed_row([5, 2, 3]),
+    "packed_row, long": lambda: plots.packed_row(
+        [1, 1, 1, 16, 12], ["decode 1", "decode 2", "decode 3", "a prompt", "b"], first_positions=[100, 9, 31, 0, 128]
+    ),
+    "slots_map": lambda: plots.slots_map([40, None, 128, 3], 128, labels=["a", None, "b", "c"], bytes_per_token=46080),
+    "slots_map, 20": lambda: plots.slots_map([None, 100, 2048, 0] * 5, 2048),
+    "slots_map, 64": lambda: plots.slots_map([None, 100, 500, 7] * 16, 512),
+    "slots_map of an engine": lambda: plots.slots_map(at_work()),
+    "occupancy": lambda: plots.occupancy([0, 1, 2, 4], [8, 3, 1], 8),
+    "occupancy, full": lambda: plots.occupancy([0, 1, 2, 4], [8, 8, 7], 8),
+    "occupancy, one moment": lambda: plots.occupancy([3.0], [2], 4),
+    "step_composition": lambda: plots.step_composition(small(), budget=16),
+    "step_composition, large": lambda: plots.step_composition(large()),
+    "latency_curves": lambda: plots.latency_curves(
+        {"HF padded batch": (RATES, [1.2, 2.5, 14]), "transformers continuous": (RATES, [0.4, 0.5, np.nan]),
+         "slots": ([*RATES, 2.5], [0.2, 0.25, 0.6, 1.4])},
+        ylabel="p95 TTFT in seconds",
+    ),
+    "latency_curves, linear": lambda: plots.latency_curves({"slots": (RATES, [1, 2, 3])}, ylabel="s", log_y=False),
+    "iteration_timeline": lambda: plots.iteration_timeline({"static": STATIC, "continuous": CONTINUOUS}),
+    "iteration_timeline, traced": lambda: plots.iteration_timeline({"an engine": plots.timeline_states(small())}),
+    "gantt": lambda: plots.gantt(small()),
+    "gantt, up to a step": lambda: plots.gantt(small(), upto=5),
+    "gantt, in seconds": lambda: plots.gantt(small(), unit="s"),
+    "gantt, 32": lambda: plots.gantt(large()),
+    "gantt, 32, up to a step": lambda: plots.gantt(large(), upto=100, unit="s"),
+    "gantt, one step": lambda: plots.gantt([step([("a", 5, False)])]),
+    "request_life": lambda: plots.request_life(
+        "Explain in one sentence why the sky over $the$ sea is 青", run(6, 3, 16)[1][3], small()
+    ),
+    "request_life, many chunks": lambda: plots.request_life("Hi", run(3, 3, 4)[1][2], run(3, 3, 4)[0]),
+    **{
+        f"exercise {exercise.name}": lambda exercise=exercise: exercise.draw(getattr(solutions, exercise.name))
+        for exercise in ch04.EXERCISES
+    },
+}  # fmt: skip
+
+
+@functools.cache
+def made(name: str) -> tuple[Picture, bytes]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = EXAMPLES[name]()
+        return figure, figure.png()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_labels_are_inside_of_the_card_and_do_not_cover_each_other(name):
+    figure, png = made(name)
+    texts = drawn_texts(figure)
+    width, height = figure.get_size_inches() * figure.dpi
+    for text, box in texts:
+        inside = box.x0 >= 3 and box.y0 >= 3 and box.x1 <= width - 3 and box.y1 <= height - 3
+        assert inside, f"{text.get_text()!r} leaves the card: {box}"
+    for (a, one), (b, other) in itertools.combinations(texts, 2):
+        shared_x = min(one.x1, other.x1) - max(one.x0, other.x0)
+        shared_y = min(one.y1, other.y1) - max(one.y0, other.y0)
+        assert shared_x < 2 or shared_y < 3, f"{a.get_text()!r} and {b.get_text()!r} overlap"
+    assert len(png) < 60_000 and len(figure.alt) > 10 and texts
+    assert width <= 9.6 * figure.dpi
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_waste_is_counted_column_by_column():
+    prompts, answers, size = PROMPTS[:10], ANSWERS[:10], 4
+    padding = waiting = total = 0
+    for begin in range(0, 10, size):
+        batch = list(zip(prompts, answers, strict=True))[begin : begin + size]
+        columns, left = max(p for p, _ in batch), max(o for _, o in batch)
+        for p, o in batch:
+            row = ["pad"] * (columns - p) + ["prompt"] * p + ["fed back"] * (o - 1) + ["waits"] * (left - o)
+            padding, waiting, total = padding + row.count("pad"), waiting + row.count("waits"), total + len(row)
+    assert plots.waste_shares(prompts, answers, size) == (padding / total, waiting / total)
+    figure = plots.static_batch_waste(prompts, answers, batch_size=size)
+    assert head(figure).startswith(
+        f"{total:,} positions computed: {padding / total:.0%} are padding, {waiting / total:.0%}"
+    )
+    assert sum(bar.get_width() for bar in figure.axes[0].patches) == total
+
+
+def test_requests_that_are_alike_waste_nothing():
+    assert plots.waste_shares([5, 5], [3, 3]) == (0.0, 0.0)
+    assert head(plots.static_batch_waste([5], [1])).startswith("5 positions computed: 0% are padding, 0% wait")
+
+
+def test_the_packed_row_has_each_token_once_and_its_position():
+    figure = plots.packed_row([1, 3], first_positions=[9, 4], last_rows=[0, 3])
+    squares = [patch for patch in figure.axes[0].patches if isinstance(patch, Rectangle)]
+    assert len(squares) == 2 + 2 * 4 + 2  # padding, each token in the rectangle and in the row, outlines
+    numbers = [t.get_text() for t in figure.axes[0].texts if t.get_text().isdigit()]
+    assert sorted(numbers) == sorted(["9", "4", "5", "6"] * 2)
+    assert head(figure) == "6 squares padded, 4 packed: 33% of the rectangle is padding"
+
+
+def test_slots_of_an_engine_are_those_it_owns():
+    engine = at_work()
+    figure = plots.slots_map(engine)
+    held = [request.num_computed for request in engine.scheduler.running]
+    assert len(held) == 3 and sum(held) == engine.cache.tokens_used
+    texts = [t.get_text() for t in figure.axes[0].texts]
+    assert texts == [f"{n}: {count} of 64" for n, count in enumerate(held)] + ["free", "free"]
+    share = sum(held) / (5 * 64)
+    assert head(figure).startswith(f"3 of 5 slots are taken, {share:.0%} of ")
+
+
+# -- load -------------------------------------------------------------------------------------------------------------
+
+
+def test_occupancy_is_weighted_by_time():
+    assert head(plots.occupancy([0, 1, 4], [8, 2], 8)) == "3.5 of 8 places are taken on average, 44%"  # (8 + 6) / 4
+    assert head(plots.occupancy([5, 6, 9], [8, 2, 1], 8)) == "3.5 of 8 places are taken on average, 44%"
+
+
+def test_step_composition_counts_both_kinds():
+    steps = [step([("a", 7, False)]), step([("a", 1, True), ("b", 3, False)]), step([("a", 1, True), ("b", 1, True)])]
+    figure = plots.step_composition(steps, budget=8)
+    assert head(figure) == "3 steps of at most 7 tokens; 1 of them mix prefill and decode"
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["decode: 3 tokens", "prefill: 10 tokens"]
+
+
+def test_latencies_are_compared_at_a_rate_that_all_were_measured_at():
+    series = {"HF padded batch": ([1, 2, 3], [1.0, 4.0, np.inf]), "slots": ([1, 2, 4], [0.5, 0.8, 2.0])}
+    figure = plots.latency_curves(series, ylabel="p95 TTFT in seconds")
+    assert head(figure) == "At 2 requests a second: slots 0.8, HF padded batch 4"
+    apart = plots.latency_curves({"HF a": ([1], [1.0]), "HF b": ([2], [1.0])}, ylabel="s")
+    assert not apart.texts
+    assert [line.get_linestyle() for line in apart.axes[0].lines] == ["-", "--"]  # peers share ink and marker
+
+
+# -- lanes and timelines ----------------------------------------------------------------------------------------------
+
+
+def test_lanes_hold_every_chunk_and_every_wait_of_the_traces():
+    steps, outputs, _ = run(6, 3, 16)
+    run_lanes = lanes(steps)
+    assert list(run_lanes) == [(out.request_id, out.index) for out in outputs]
+    for out, lane in zip(outputs, run_lanes.values(), strict=True):
+        assert sum(tokens for _, tokens, decodes in lane.chunks if not decodes) == len(out.prompt_token_ids)
+        assert sum(decodes for _, _, decodes in lane.chunks) == len(out.token_ids) - 1
+    assert sum(len(lane.waited) for lane in run_lanes.values()) == sum(len(one.waiting) for one in steps) > 0
+
+
+def test_states_are_a_character_a_step():
+    steps = [step([("a", 4, False)], ["b"]), step([("a", 1, True), ("b", 2, False)]), step([("b", 1, True)])]
+    assert plots.timeline_states(steps) == {"a": "pd ", "b": "wpd"}
+
+
+def test_what_happens_says_who_waits_prefills_decodes_and_leaves():
+    steps = [
+        step([("a", 4, False)], ["b", "c"]),
+        step([("a", 1, True), ("b", 2, False), ("c", 5, False)]),
+        step([("b", 1, True), ("c", 1, True)]),
+    ]
+    assert plots.what_happens(steps, 1) == "Step 1 of 3: 2 wait, 1 prefills 4 tokens"
+    assert plots.what_happens(steps, 2) == "Step 2 of 3: 2 prefill 7 tokens, 1 decodes, request a leaves"
+    assert plots.what_happens(steps, 3) == "Step 3 of 3: 2 decode, 2 leave"
+    for wrong in (0, 4):
+        with pytest.raises(InvalidParameter, match="there are 3 steps, counted from 1"):
+            plots.what_happens(steps, wrong)
+    assert telling_steps(steps) == (2,)
+
+
+def test_a_request_that_is_aborted_while_it_waits_has_a_lane_and_leaves():
+    steps = [step([("a", 4, False)], ["b"]), step([("a", 1, True)])]
+    assert plots.what_happens(steps, 1).endswith("1 waits, 1 prefills 4 tokens, request b leaves")
+    assert len(plots.gantt(steps, upto=1).axes[0].get_yticks()) == 2
+
+
+def area(figure, faded):
+    """Summed widths of the bars of a gantt that are, or are not, faded."""
+    bars = [c for c in figure.axes[0].collections if (c.get_alpha() < 1.0) == faded]
+    return sum(np.ptp(path.vertices[:, 0]) for c in bars for path in c.get_paths())
+
+
+def test_the_replay_fades_what_comes_later_and_loses_nothing():
+    for steps in (small(), large()):
+        whole = area(plots.gantt(steps), False)
+        n = len(steps) // 2
+        figure = plots.gantt(steps, upto=n)
+        assert area(figure, True) > 0.1 * whole
+        assert area(figure, True) + area(figure, False) == pytest.approx(whole, rel=0.02)
+        assert head(figure) == plots.what_happens(steps, n)
+
+
+def test_toy_timelines_count_steps_and_waste():
+    figure = plots.iteration_timeline({"static": STATIC, "continuous": CONTINUOUS})
+    texts = {t.get_text() for t in figure.axes[0].texts}
+    assert "static: 11 steps, 10 of 27 computed squares are waste" in texts
+    assert "continuous: 8 steps, no square is waste" in texts
+    assert head(figure) == "static 11 steps, continuous 8 steps"
+    with pytest.raises(InvalidParameter, match="The state 'q' is not known"):
+        plots.iteration_timeline({"a": {"A": "pq"}})
+
+
+def test_without_steps_there_is_nothing_to_draw():
+    for draw in (plots.gantt, widgets.batch_replay, plots.timeline_states):
+        with pytest.raises(InvalidParameter, match="trace=True"):
+            draw([])
+
+
+def test_the_life_of_a_request_has_its_own_numbers():
+    steps, outputs, _ = run(6, 3, 16)
+    for out in outputs:
+        figure = plots.request_life("Why?", out, steps)
+        texts = {t.get_text() for t in figure.axes[0].texts}
+        decodes = len(out.token_ids) - 1
+        expected = {f"{len(out.prompt_token_ids)} tokens", f"id {out.token_ids[0]}", "4 characters",
+                    f"{decodes} steps, a token each", f"TTFT {out.metrics.ttft_s * 1e3:,.1f} ms",
+                    f"holds {len(out.prompt_token_ids) + decodes} tokens at the end", "ends with “length”"}  # fmt: skip
+        assert expected <= texts
+    with pytest.raises(InvalidParameter, match="trace=True"):
+        plots.request_life("Why?", outputs[0], [step([("other", 1, False)])])
+
+
+# -- widgets ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_replay_shows_telling_steps_beside_the_slider():
+    steps = large()
+    gallery = widgets.batch_replay(steps)
+    first, late = telling_steps(steps)
+    assert gallery.captions == (f"step {first}", f"step {late}") and late == round(0.75 * len(steps))
+    assert all(word in repr(gallery).splitlines()[0] for word in (" wait", " prefill", " decode", " leave"))
+    assert widgets.batch_replay(steps, at=[3], unit="s").captions == ("step 3",)
+    with pytest.raises(InvalidParameter, match="counted from 1"):
+        widgets.batch_replay(steps, at=[len(steps) + 1])
+    with pytest.raises(InvalidParameter, match=r"at=\(\)"):
+        widgets.batch_replay(steps, at=[])
+
+
+def test_streams_side_by_side_give_what_generate_gives(capsys):
+    engine = LLMEngine(load_model("tiny-random", device="cpu"), max_model_len=64, trace=True)
+    prompts = ["One, two", "<b>three</b>", [5, 6, 7]]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 9, 5)]
+    expected = engine.generate(prompts, params)
+    engine.steps.clear()
+    texts = widgets.stream_side_by_side(engine, prompts, params)
+    assert texts == [out.text for out in expected]
+    assert max(len(one.chunks) for one in engine.steps) == 3 and not engine.has_unfinished()  # they shared their steps
+    printed = capsys.readouterr().out
+    assert printed.startswith("One, two\n") and "(9 tokens, length)" in printed and "3 token ids" in printed
+
+
+def test_streams_are_closed_whatever_happens():
+    engine = LLMEngine(load_model("tiny-random", device="cpu"), max_model_len=64)
+
+    with pytest.raises(InvalidParameter, match="2 prompts and 1 params"):
+        widgets.stream_side_by_side(engine, ["a", "b"], [SamplingParams()])
+    with pytest.raises(InvalidParameter, match="n > 1"):
+        widgets.stream_side_by_side(engine, ["a"], SamplingParams(n=2, temperature=1.0))
+    with pytest.raises(InvalidParameter, match="columns=0"):
+        widgets.stream_side_by_side(engine, ["a"], columns=0)
+    with pytest.raises(InvalidParameter, match="2 prompts and 1 titles"):
+        widgets.stream_side_by_side(engine, ["a", "b"], titles=["one"])
+    with pytest.raises(PromptTooLong):  # the first prompt, whose stream was open, must not be left in the engine
+        widgets.stream_side_by_side(engine, ["a", [5] * 100])
+    assert not engine.has_unfinished() and engine.stats()["running"] == 0
+
+
+def test_in_a_notebook_the_boxes_are_updated_in_place_and_kept(tmp_path):
+    cells = [
+        "from minfer_lib import LLMEngine, SamplingParams, load_model\n"
+        "from minfer_lib.learn import widgets\n"
+        "engine = LLMEngine(load_model('tiny-random', device='cpu'), max_model_len=64, trace=True)\n"
+        "params = SamplingParams(max_tokens=12, ignore_eos=True)",
+        "widgets.stream_side_by_side(engine, ['<i>One</i>', 'Two'], params)",
+        "widgets.batch_replay(engine.steps)",
+    ]
+    path = tmp_path / "streams.ipynb"
+    nbformat.write(new_notebook(cells=[new_code_cell(source) for source in cells]), path)
+    _, streams, replay = notebooks.execute(path, timeout_s=120, progress=False).cells
+    assert len(streams.outputs) == 1 and set(streams.outputs[0].data) == {"text/html", "text/plain"}
+    text, page = streams.outputs[0].data["text/plain"], streams.outputs[0].data["text/html"]
+    assert text.count("(12 tokens, length)") == 2 and page.count("12 tokens, length") == 2
+    assert "&lt;i&gt;One&lt;/i&gt;" in page and "<i>" not in page
+    assert [set(output.data) for output in replay.outputs] == [{"text/plain"}, {"image/png", "text/plain"}]
+    assert replay.outputs[0].data["text/plain"] == notebooks.WIDGET_LINE
