@@ -97,4 +97,6 @@ def summary(run: Mapping[Owner, Lane], steps: Sequence[StepTrace]) -> str:
     """One line about the whole run."""
     most = max(len(step.chunks) for step in steps)
     waited = sum(bool(lane.waited) for lane in run.values())
-    return f"{len(run)} requests in {len(steps):,} steps, at most {most} at once; {waited} had to wait"
+    requests = "1 request" if len(run) == 1 else f"{len(run)} requests"
+    taken = "1 step" if len(steps) == 1 else f"{len(steps):,} steps"
+    return f"{requests} in {taken}, at most {most} at once; {waited} had to wait"
