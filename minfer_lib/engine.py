@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from .cache_size import check_count, make_cache
 from .errors import GenerationFailed, InvalidParameter, InvalidPrompt, MinferError, one_of
+from .interrupts import held_interrupts
 from .loading import LanguageModel
 from .model_runner import ModelRunner
 from .params import SamplingParams
@@ -115,7 +116,9 @@ class LLMEngine:
         for request in requests:
             request.priority = priority
             request.deadline = None if timeout_s is None else request.metrics.arrival + timeout_s
-            self.scheduler.add(request)
+        with held_interrupts():
+            for request in requests:
+                self.scheduler.add(request)
         return requests[0].request_id
 
     def step(self) -> list[RequestOutput]:
@@ -161,8 +164,9 @@ class LLMEngine:
         returns what there is, the rest with finish_reason "abort"; if the model fails, `GenerationFailed` carries it.
         Requests of other callers are computed along and stay where they are.
         """
-        requests = self._adopt(self._requests(prompts, params))
+        requests = self._requests(prompts, params)
         try:
+            self._adopt(requests)
             with tqdm(total=len(requests), desc=self.name, unit="request", disable=not progress) as bar:
                 while unfinished := sum(not request.finished for request in requests):
                     bar.update(len(requests) - unfinished - bar.n)
@@ -192,24 +196,27 @@ class LLMEngine:
             raise InvalidPrompt(
                 f"stream() takes one prompt; {len(prompts)} were given. Call it once for each, or use generate()."
             )
-        return RequestStream(self, self._adopt(self._requests(prompts, params)))
+        stream = RequestStream(self, self._requests(prompts, params))
+        self._adopt(stream.requests)
+        return stream
 
     # -- one step -------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        if self._stepping:  # it would compute the same tokens a second time
-            raise MinferError(
-                "This engine is in the middle of a step, and takes one at a time: step(), generate() and streams "
-                "cannot be used from inside a logits processor, nor from a second thread meanwhile. Add requests with "
-                "add_request(), and step when the step is over."
-            )
-        try:
-            self._stepping = True
-            self._step()
-        finally:
-            self._stepping = False
+        with held_interrupts() as interrupts:
+            if self._stepping:  # it would compute the same tokens a second time
+                raise MinferError(
+                    "This engine is in the middle of a step, and takes one at a time: step(), generate() and streams "
+                    "cannot be used from inside a logits processor, nor from a second thread meanwhile. Add requests "
+                    "with add_request(), and step when the step is over."
+                )
+            try:
+                self._stepping = True
+                self._step(interrupts)
+            finally:
+                self._stepping = False
 
-    def _step(self) -> None:
+    def _step(self, interrupts: held_interrupts) -> None:
         began = self.clock()
         self._expire(began)
         self._reap()
@@ -221,9 +228,10 @@ class LLMEngine:
             if chunk.request.metrics.first_scheduled is None:
                 chunk.request.metrics.first_scheduled = began
         try:
-            inputs = self.runner.build(chunks)
-            built = self.clock()
-            samples = self.runner.sample(self.runner.forward(inputs), inputs)
+            with interrupts.let_through():
+                inputs = self.runner.build(chunks)
+                built = self.clock()
+                samples = self.runner.sample(self.runner.forward(inputs), inputs)
         except OUT_OF_MEMORY as error:
             self._fail(chunks, f"out of memory: {error}")
             return
@@ -251,8 +259,8 @@ class LLMEngine:
             self.steps.append(trace)
 
     def _postprocess(self, chunks: list[Chunk], sampled: list[Chunk], samples: Samples) -> None:
-        """New tokens to their requests. Appended before the count of computed tokens moves: if an interrupt comes
-        between the two, the next step computes some tokens again, and to the same result."""
+        """New tokens to their requests. A step that was interrupted does not come here: the next one computes the same
+        tokens again, and to the same result."""
         now = self.clock()
         for row, chunk in enumerate(sampled):
             request = chunk.request
@@ -298,19 +306,20 @@ class LLMEngine:
         everybody = itertools.chain(self.scheduler.waiting, self.scheduler.running, self._outputs)
         return {each.request_id for each in everybody}
 
-    def _adopt(self, requests: list[Request]) -> list[Request]:
-        self._owned.update(requests)
-        for request in requests:
-            self.scheduler.add(request)
-        return requests
+    def _adopt(self, requests: list[Request]) -> None:
+        with held_interrupts():
+            self._owned.update(requests)
+            for request in requests:
+                self.scheduler.add(request)
 
     def _release(self, requests: list[Request]) -> None:
         """Ends what has not ended. In the middle of a step (a logits processor closes a stream) its requests still take
         part, and are taken out when it is over."""
-        for request in requests:
-            request.finish("abort", self.clock())
-        if not self._stepping:
-            self._reap()
+        with held_interrupts():
+            for request in requests:
+                request.finish("abort", self.clock())
+            if not self._stepping:
+                self._reap()
 
     # -- what it is doing -----------------------------------------------------------------------------------------
 

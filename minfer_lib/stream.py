@@ -25,14 +25,14 @@ class RequestStream(Iterator[StreamPiece]):
 
     def __init__(self, engine: LLMEngine, requests: list[Request]) -> None:
         self._engine = engine
-        self._requests = requests
+        self.requests = requests
         self._open = list(requests)  # whose last piece has not been handed out
         self._pieces: list[StreamPiece] = []
 
     @property
     def request_id(self) -> str:
         """For `abort`."""
-        return self._requests[0].request_id
+        return self.requests[0].request_id
 
     def __iter__(self) -> RequestStream:
         return self
@@ -47,7 +47,7 @@ class RequestStream(Iterator[StreamPiece]):
                 except BaseException as error:
                     self.close()
                     if isinstance(error, GenerationFailed):
-                        error.outputs = [request.output() for request in self._requests]
+                        error.outputs = [request.output() for request in self.requests]
                     raise
         return self._pieces.pop(0)
 
@@ -64,7 +64,7 @@ class RequestStream(Iterator[StreamPiece]):
     def close(self) -> None:
         """Aborts what has not ended; what was not read is dropped."""
         self._open, self._pieces = [], []
-        self._engine._release(self._requests)
+        self._engine._release(self.requests)
 
     def __del__(self) -> None:
         # Python may collect a forgotten stream in the middle of anything that the engine does, so that its requests are
