@@ -40,7 +40,7 @@ class Served:
     """
 
     engine: str
-    outputs: list[RequestOutput]
+    outputs: list[RequestOutput] = field(repr=False)
     metrics: RunMetrics
     began: float
     steps: list[StepTrace] = field(default_factory=list, repr=False)
