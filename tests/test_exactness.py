@@ -114,6 +114,36 @@ def test_a_cache_does_not_refuse_more_than_it_must(family: Family, name: str):
     assert CachedEngine(family(name)).generate(PROMPTS[1], greedy(max_tokens=2))[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("name", [*families.EXACT, "deepseek_v3"])
+def test_a_packed_row_does_not_refuse_more_than_it_must(family: Family, name: str):
+    lm = family(name)
+    assert LLMEngine(lm).max_model_len == min(lm.max_model_len, 2048)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("openai-gpt", "its attention is code of its own"),
+        ("bloom", "cannot be told the positions"),
+        ("falcon_h1", "layers of another kind"),
+        ("lfm2", "layers of another kind"),
+    ],
+)
+def test_a_packed_row_refuses_by_name_and_reason(family: Family, name: str, reason: str):
+    lm = family(name)
+    before = lm.model.config._attn_implementation
+    with pytest.raises(UnsupportedModel, match=rf"{name} \({name}\).*{reason}.*CachedEngine or NaiveEngine"):
+        LLMEngine(lm)
+    assert lm.model.config._attn_implementation == before
+
+
+def test_a_packed_row_refuses_positions_that_depend_on_the_longest_request(tiny: LanguageModel):
+    model = copy.deepcopy(tiny.model)
+    model.config.rope_parameters = dict(model.config.rope_parameters, rope_type="dynamic", factor=2.0)
+    with pytest.raises(UnsupportedModel, match="dynamic"):
+        LLMEngine(dataclasses.replace(tiny, model=model))
+
+
 @pytest.mark.parametrize("name", ["mamba", "qwen3_next", "falcon_h1", "lfm2", "rwkv"])
 @pytest.mark.parametrize("cache", ["own", "hf"])
 def test_a_state_beside_the_cache_is_refused_at_once(family: Family, name: str, cache: str):
