@@ -11,13 +11,13 @@ else; what a layer asks for beside that (scaling, softcap, sinks) is honoured or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from .errors import UnsupportedModel
 from .kv_cache import KVPool
@@ -61,6 +61,8 @@ def packed_attention(
     special = {"scale": scale, "softcap": softcap, "sinks": s_aux}
 
     decodes = minfer.num_decodes
+    if decodes == len(minfer.q_lens):  # the usual step: no copy into a common result
+        return attend_decodes(query, pool, minfer, sliding_window, special)[None], None
     out = query.new_empty(*query.shape[:2], value.shape[-1])  # [T, heads, value_dim]
     if decodes:
         out[:decodes] = attend_decodes(query[:decodes], pool, minfer, sliding_window, special)
@@ -88,8 +90,8 @@ def attend_decodes(
     keys = context.read(pool.keys, batch.block_size)  # [rows, kv_heads, longest, dim]
     values = context.read(pool.values, batch.block_size)
     grouped = query.unflatten(1, (kv_heads, heads // kv_heads))  # [rows, kv_heads, group, dim]
-    mask = batch.decode_mask(window, query.dtype)
-    out = attend(grouped, keys, values, mask.expand(-1, -1, grouped.shape[2], -1), **special).flatten(1, 2)
+    mask = batch.decode_mask(window, query.dtype, heads // kv_heads)
+    out = attend(grouped, keys, values, mask, **special).flatten(1, 2)
     return out if context.rows is None else out[context.rows]
 
 
@@ -111,7 +113,7 @@ def attend_chunk(
         return out[0].transpose(0, 1)
     group = heads // kv_heads
     grouped = query.transpose(0, 1).reshape(1, kv_heads, group * new, -1)  # queries of all heads of a group in a row
-    mask = batch.chunk_mask(row, window, query.dtype).repeat(group, 1)  # [group * new, total]
+    mask = batch.chunk_mask(row, window, query.dtype, group)  # [group * new, total]
     out = attend(grouped, keys, values, mask[None, None], **special)
     return out.reshape(heads, new, -1).transpose(0, 1)
 
@@ -147,19 +149,30 @@ def attend(
     return weights.to(values.dtype) @ values
 
 
+def attention_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs that name a model's attention function: its own, and those of parts that have another one."""
+    found = [
+        module.config for module in model.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)
+    ]
+    return list({id(config): config for config in found}.values())
+
+
 @contextmanager
-def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Sets a model's attention function for the time of the block.
+def implementation(configs: Sequence[PreTrainedConfig], name: str) -> Iterator[None]:
+    """Sets the attention function of a model, given by its `attention_configs`, for the time of the block.
 
     It is a state of the model, which others use too: what was found is put back, whatever happens. Putting "sdpa" back
-    blindly would be wrong, since some models run with another one for a reason.
+    blindly would be wrong, since some models run with another one for a reason. Layers look the name up in each call,
+    so writing it is enough; `model.set_attn_implementation` walks through all modules: a millisecond a step.
     """
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    before = [config._attn_implementation for config in configs]
     try:
+        for config in configs:
+            config._attn_implementation = name
         yield
     finally:
-        model.set_attn_implementation(before)
+        for config, old in zip(configs, before, strict=True):
+            config._attn_implementation = old
 
 
 # The one registration. Without an entry of this name for masks, transformers builds none: the batch says who sees whom.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .attention import NAME, PackedBatch, implementation
+from .attention import NAME, PackedBatch, attention_configs, implementation
 from .kv_cache import SlotKVCache
 from .loading import LanguageModel
 from .sampling import Sampler, Samples
@@ -35,6 +35,7 @@ class ModelRunner:
     def __init__(self, lm: LanguageModel, cache: SlotKVCache, sampler: Sampler) -> None:
         self.lm, self.cache, self.sampler = lm, cache, sampler
         self._keeps_rows = lm.model._supports_logits_to_keep()
+        self._configs = attention_configs(lm.model)
 
     def build(self, chunks: Sequence[Chunk]) -> ModelInput:
         """The row of a step. Tokens of a request stay together; those with one token come first, by block."""
@@ -65,7 +66,7 @@ class ModelRunner:
     def forward(self, inputs: ModelInput) -> torch.Tensor:
         """Logits [samples, vocab]; of one row that nobody reads where no chunk is its prompt's last."""
         keep = {"logits_to_keep": inputs.logits_rows} if self._keeps_rows else {}
-        with implementation(self.lm.model, NAME), torch.no_grad():
+        with implementation(self._configs, NAME), torch.no_grad():
             logits = self.lm.model(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,

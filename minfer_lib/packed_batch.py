@@ -57,8 +57,11 @@ class PackedBatch:
         """Where one request's keys are."""
         return self._once(row, lambda: Context.of([self.block_tables[row]], [self.kv_lens[row]], self))
 
-    def decode_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, 1, 1, longest] of 0 and -inf: a decoding request sees its own tokens, the last `window` of them."""
+    def decode_mask(self, window: int | None, dtype: torch.dtype, group: int = 1) -> torch.Tensor:
+        """[rows, 1, group, longest] of 0 and -inf: a decoding request sees its own tokens, the last `window` of them.
+
+        group: query heads that share a key head, and with it a mask.
+        """
 
         def make() -> torch.Tensor:
             length = torch.tensor(self.decode_context.kv_lens, device=self.device)[:, None]  # [rows, 1]
@@ -66,12 +69,12 @@ class PackedBatch:
             seen = position < length
             if window is not None:
                 seen &= position >= length - window
-            return additive(seen, dtype)[:, None, None]
+            return additive(seen, dtype)[:, None, None].expand(-1, -1, group, -1)
 
-        return self._once(("decodes", window, dtype), make)
+        return self._once(("decodes", window, dtype, group), make)
 
-    def chunk_mask(self, row: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """[new, total] of 0 and -inf: causal, aligned at the bottom right since the new tokens are the last ones."""
+    def chunk_mask(self, row: int, window: int | None, dtype: torch.dtype, group: int = 1) -> torch.Tensor:
+        """[group * new, total] of 0 and -inf: causal, aligned at the bottom right since the new tokens come last."""
 
         def make() -> torch.Tensor:
             total = self.kv_lens[row]
@@ -80,9 +83,9 @@ class PackedBatch:
             seen = key <= query
             if window is not None:
                 seen &= key > query - window
-            return additive(seen, dtype)
+            return additive(seen, dtype).repeat(group, 1)
 
-        return self._once((row, window, dtype), make)
+        return self._once((row, window, dtype, group), make)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._made:
@@ -125,12 +128,10 @@ class Context:
 
     def read(self, pool: torch.Tensor, block_size: int) -> torch.Tensor:
         """[tokens, kv_heads, dim] of a pool -> [rows, kv_heads, longest, dim]."""
-        blocks = pool.view(-1, block_size, *pool.shape[1:])  # [blocks, block_size, kv_heads, dim]
+        blocks = pool.unflatten(0, (-1, block_size))  # [blocks, block_size, kv_heads, dim]
         if self.span is not None:
-            context = blocks[self.span[0] : self.span[1], : self.longest]
-        else:
-            context = blocks[self.index].flatten(1, 2)[:, : self.longest]
-        return context.transpose(1, 2)
+            return blocks[self.span[0] : self.span[1], : self.longest].transpose(1, 2)
+        return blocks[self.index].flatten(1, 2)[:, : self.longest].transpose(1, 2)
 
 
 def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from .attention import NAME, PackedBatch, implementation
+from .attention import NAME, PackedBatch, attention_configs, implementation
 from .errors import MinferError, UnsupportedModel
 from .kv_cache import CACHEABLE_LAYERS, LayerShape, SlotKVCache
 
@@ -40,7 +40,7 @@ def attention_layers(model: PreTrainedModel, name: str) -> dict[int, LayerShape]
         raise refused(model, name, "its attention is code of its own, which no registered function replaces")
     seen: dict[int, LayerShape] = {}
     token = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
-    with implementation(model, PROBE), torch.no_grad():
+    with implementation(attention_configs(model), PROBE), torch.no_grad():
         model(input_ids=token, position_ids=token, use_cache=False, minfer_probe=seen)
     if len(seen) != config.num_hidden_layers or None in seen:
         raise refused(
@@ -86,7 +86,7 @@ def check_packed(model: PreTrainedModel, name: str, layers: dict[int, LayerShape
 
 def packed_forward(model: PreTrainedModel, ids: list[int], positions: list[int], batch: PackedBatch) -> torch.Tensor:
     """Logits [T, vocab] in float32 of all tokens of a packed row."""
-    with implementation(model, NAME), torch.no_grad():
+    with implementation(attention_configs(model), NAME), torch.no_grad():
         output = model(
             input_ids=torch.tensor([ids], device=batch.device),
             position_ids=torch.tensor([positions], device=batch.device),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minfer_lib import LanguageModel
-from minfer_lib.attention import NAME, PackedBatch, implementation, packed_attention
+from minfer_lib.attention import NAME, PackedBatch, attention_configs, implementation, packed_attention
 from minfer_lib.errors import UnsupportedModel
 from minfer_lib.kv_cache import KVPool, LayerShape
 from minfer_lib.packed_batch import MOST_IDLE, Context
@@ -312,7 +312,7 @@ def test_masks_are_made_once_for_all_layers():
 def test_without_a_batch_it_refuses(tiny: LanguageModel):
     before = tiny.model.config._attn_implementation
     with (
-        implementation(tiny.model, NAME),
+        implementation(attention_configs(tiny.model), NAME),
         torch.no_grad(),
         pytest.raises(UnsupportedModel, match="without a PackedBatch"),
     ):
@@ -327,7 +327,7 @@ def test_the_implementation_is_put_back_whatever_it_was(tiny: LanguageModel):
     for before in ("eager", "sdpa"):
         tiny.model.set_attn_implementation(before)
         try:
-            with pytest.raises(KeyboardInterrupt), implementation(tiny.model, NAME):
+            with pytest.raises(KeyboardInterrupt), implementation(attention_configs(tiny.model), NAME):
                 assert tiny.model.config._attn_implementation == NAME
                 raise KeyboardInterrupt
             assert tiny.model.config._attn_implementation == before

@@ -23,7 +23,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import configuration_utils
 
-from ..attention import implementation
+from ..attention import attention_configs, implementation
 from ..cache_size import check_count
 from ..errors import BadEnvironment, GenerationFailed, InvalidParameter, UnsupportedModel
 from ..loading import LanguageModel
@@ -141,7 +141,7 @@ class HFContinuousBatch:
         """A running manager; afterwards its thread has ended and the model has its own attention function again."""
         model = self.lm.model
         attention = model.config._attn_implementation
-        with implementation(model, attention), torch.no_grad():
+        with implementation(attention_configs(model), attention), torch.no_grad():
             if "auto_switch_to_flash" not in self._fields and self.lm.dtype == torch.float32:
                 model.set_attn_implementation(f"paged|{attention}")  # flash attention has no float32
             try:
