@@ -2,8 +2,9 @@
 
 Reading order of the modules is that of the chapters: errors, environment, loading (with model_names, packaged, shapes,
 model_files, model_facts), tokenizer, memory; params, sampling, stopping, request, prompts, naive; kv_cache, cached;
-packed_batch, attention, support, cache_size, scheduler, model_runner, trace, stream, engine. Beside the engine stand
-`bench`, which measures it, and `learn`, which the notebooks draw and explain with; the engine imports neither.
+packed_batch, attention, support, cache_size, scheduler, model_runner, trace, interrupts, stream, engine_core, engine.
+Beside the engine stand `bench`, which measures it, and `learn`, which the notebooks draw and explain with; the engine
+imports neither.
 
 Names are imported when they are first used: torch takes seconds to load, which `python -m minfer_lib --help` need not
 wait for, and what is installed is checked before it is loaded.

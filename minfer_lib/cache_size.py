@@ -5,6 +5,7 @@ Invariant: a cache that is returned fits, or there is an exception; whatever was
 
 from __future__ import annotations
 
+import operator
 import warnings
 from typing import Any
 
@@ -29,8 +30,7 @@ def make_cache(lm: LanguageModel, max_num_seqs: int, num_blocks: int | None, max
     `UnsupportedModel` for a model that a packed row cannot serve, `InvalidParameter` if what was asked for in so many
     words does not fit.
     """
-    if num_blocks is not None:
-        check_count("num_blocks", num_blocks)
+    num_blocks = None if num_blocks is None else check_count("num_blocks", num_blocks)
     layers = supported_layers(lm.model, lm.name)
     length, slots = resolve_max_model_len(lm, max_model_len), num_blocks or max_num_seqs
     per_token = sum(shape.bytes_per_token for shape in layers.values())
@@ -64,7 +64,12 @@ def available_bytes(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raises `InvalidParameter` unless `value` is an integer of 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def check_count(name: str, value: Any) -> int:
+    """The value as an integer of 1 or more; numpy's will do. Raises `InvalidParameter` for anything else."""
+    try:
+        count = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = 0
+    if count < 1:
         raise InvalidParameter(f"{name}={value!r} is not possible: it must be an integer of 1 or more.")
+    return count

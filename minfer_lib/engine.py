@@ -1,42 +1,27 @@
 """`LLMEngine`: many requests at once, each of which may join, leave or be ended between any two steps.
 
-A step is three calls: the scheduler says who runs with how many tokens, the runner computes them in one forward pass,
-and `_postprocess` appends the new tokens and ends who is done. `generate` and `stream` only add requests and step.
-
-Invariant between two steps: what has been generated is in the requests, so that nothing is lost, whatever a step runs
-into; a request that has ended owns nothing; its output goes to whoever asked for it, once: to the `generate` or
-`stream` that made the request, else to the next `step`.
+Invariant: `generate` and `stream` only add requests and step, so that they, `add_request` with `step`, and several of
+each at once give the same answers; the step itself is in `engine_core`.
 """
 
 from __future__ import annotations
 
-import itertools
-import time
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 
-from .cache_size import check_count, make_cache
-from .errors import GenerationFailed, InvalidParameter, InvalidPrompt, MinferError, one_of
+from .engine_core import EngineCore
+from .errors import GenerationFailed, InvalidParameter, InvalidPrompt
 from .interrupts import held_interrupts
-from .loading import LanguageModel
-from .model_runner import ModelRunner
 from .params import SamplingParams
-from .prompts import Prompt, make_requests, prompt_list, request_ids
-from .request import Request, RequestOutput
-from .sampling import Sampler, Samples
-from .scheduler import Chunk, Scheduler
+from .prompts import Prompt, prompt_list
+from .request import RequestOutput
 from .stream import RequestStream
-from .trace import StepTrace, Totals
-
-KV_CACHES = ("slots",)
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
-class LLMEngine:
+class LLMEngine(EngineCore):
     """Continuous batching over a KV cache of slots.
 
     kv_cache: "slots" gives each running request room for max_model_len tokens.
@@ -49,38 +34,6 @@ class LLMEngine:
     Raises `UnsupportedModel` for a model that cannot be run with many requests in one row, `InvalidParameter` for
     options that are not possible.
     """
-
-    name = "slots"
-
-    def __init__(
-        self,
-        lm: LanguageModel,
-        kv_cache: Literal["slots"] = "slots",
-        *,
-        num_blocks: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 512,
-        max_model_len: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        trace: bool = False,
-    ) -> None:
-        if kv_cache not in KV_CACHES:
-            raise InvalidParameter(f"kv_cache={kv_cache!r} is not possible: it must be {one_of(KV_CACHES)}.")
-        check_count("max_num_seqs", max_num_seqs)
-        check_count("max_num_batched_tokens", max_num_batched_tokens)
-        self.lm, self.kv_cache, self.clock, self.trace = lm, kv_cache, clock, trace
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.num_blocks = num_blocks
-        self.cache = make_cache(lm, max_num_seqs, num_blocks, max_model_len)
-        self.max_model_len = self.cache.block_size
-        self.scheduler = Scheduler(self.cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        self.runner = ModelRunner(lm, self.cache, Sampler(lm.eos_ids))
-        self.steps: list[StepTrace] = []
-        self._ids = request_ids()
-        self._owned: set[Request] = set()  # in the queues, by a generate or a stream, which reads them itself
-        self._stepping = False
-        self._outputs: list[RequestOutput] = []  # of the others, until the next step() hands them out
-        self._totals = Totals()
 
     # -- requests one at a time -----------------------------------------------------------------------------------
 
@@ -199,141 +152,6 @@ class LLMEngine:
         stream = RequestStream(self, self._requests(prompts, params))
         self._adopt(stream.requests)
         return stream
-
-    # -- one step -------------------------------------------------------------------------------------------------
-
-    def _advance(self) -> None:
-        with held_interrupts() as interrupts:
-            if self._stepping:  # it would compute the same tokens a second time
-                raise MinferError(
-                    "This engine is in the middle of a step, and takes one at a time: step(), generate() and streams "
-                    "cannot be used from inside a logits processor, nor from a second thread meanwhile. Add requests "
-                    "with add_request(), and step when the step is over."
-                )
-            try:
-                self._stepping = True
-                self._step(interrupts)
-            finally:
-                self._stepping = False
-
-    def _step(self, interrupts: held_interrupts) -> None:
-        began = self.clock()
-        self._expire(began)
-        self._reap()
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            return
-        scheduled = self.clock()
-        for chunk in chunks:
-            if chunk.request.metrics.first_scheduled is None:
-                chunk.request.metrics.first_scheduled = began
-        try:
-            with interrupts.let_through():
-                inputs = self.runner.build(chunks)
-                built = self.clock()
-                samples = self.runner.sample(self.runner.forward(inputs), inputs)
-        except OUT_OF_MEMORY as error:
-            self._fail(chunks, f"out of memory: {error}")
-            return
-        except MinferError:
-            self._fail(chunks, "refused by the engine")
-            raise
-        except Exception as error:
-            self._fail(chunks, f"{type(error).__name__}: {error}")
-            raise GenerationFailed(
-                f"{self.lm.name} failed in a step with {len(chunks)} requests: {type(error).__name__}: {error}. What "
-                "they had generated until then is in the `outputs` of this exception; the engine can go on."
-            ) from error
-        computed = self.clock()
-        gained = {
-            chunk.request
-            for row, chunk in enumerate(inputs.sampled)
-            if row not in samples.errors and not chunk.request.finished
-        }
-        trace = StepTrace.of(chunks, gained, self.scheduler, self.cache)
-        self._postprocess(chunks, inputs.sampled, samples)
-        self._reap()
-        trace = trace.timed(began, scheduled, built, computed, self.clock())
-        self._totals.add(trace)
-        if self.trace:
-            self.steps.append(trace)
-
-    def _postprocess(self, chunks: list[Chunk], sampled: list[Chunk], samples: Samples) -> None:
-        """New tokens to their requests. A step that was interrupted does not come here: the next one computes the same
-        tokens again, and to the same result."""
-        now = self.clock()
-        for row, chunk in enumerate(sampled):
-            request = chunk.request
-            if request.finished:  # aborted from inside a logits processor
-                continue
-            if row in samples.errors:
-                error = samples.errors[row]
-                request.finish("error", now, error=f"{type(error).__name__}: {error}")
-            else:
-                request.append(samples.token_ids[row], samples.logprobs[row], now)
-        for chunk in chunks:
-            chunk.request.num_computed += chunk.num_tokens
-
-    def _expire(self, now: float) -> None:
-        for request in (*self.scheduler.waiting, *self.scheduler.running):
-            if request.deadline is not None and now >= request.deadline:
-                request.finish("timeout", now)
-
-    def _fail(self, chunks: list[Chunk], error: str) -> None:
-        for chunk in chunks:
-            chunk.request.finish("error", self.clock(), error=error)
-        self._reap()
-
-    def _reap(self) -> None:
-        """Takes what has ended out of the queues, and keeps the outputs that nobody else reads."""
-        for request in self.scheduler.remove_finished():
-            self._totals.finished[request.finish_reason] += 1
-            if request in self._owned:
-                self._owned.remove(request)
-            else:
-                self._outputs.append(request.output())
-
-    # -- who owns a request ---------------------------------------------------------------------------------------
-
-    def _requests(self, prompts: Any, params: Any, ids: Any = None) -> list[Request]:
-        known = self._known_ids()
-        return make_requests(
-            self.lm, prompts, params, max_model_len=self.max_model_len, now=self.clock(),
-            ids=ids or (each for each in self._ids if each not in known),
-        )  # fmt: skip
-
-    def _known_ids(self) -> set[str]:
-        everybody = itertools.chain(self.scheduler.waiting, self.scheduler.running, self._outputs)
-        return {each.request_id for each in everybody}
-
-    def _adopt(self, requests: list[Request]) -> None:
-        with held_interrupts():
-            self._owned.update(requests)
-            for request in requests:
-                self.scheduler.add(request)
-
-    def _release(self, requests: list[Request]) -> None:
-        """Ends what has not ended. In the middle of a step (a logits processor closes a stream) its requests still take
-        part, and are taken out when it is over."""
-        with held_interrupts():
-            for request in requests:
-                request.finish("abort", self.clock())
-            if not self._stepping:
-                self._reap()
-
-    # -- what it is doing -----------------------------------------------------------------------------------------
-
-    def stats(self) -> dict[str, float]:
-        """Where the engine stands and what it has done since it was made; the names are those of `trace.Totals`."""
-        return self._totals.report(self.scheduler, self.cache)
-
-    def kv_bytes(self) -> int:
-        """Bytes that the KV cache reserves."""
-        return self.cache.nbytes_reserved
-
-    def check_invariants(self) -> None:
-        """Raises `InvariantBroken` if queues and cache contradict each other."""
-        self.scheduler.check_invariants()
 
     def __repr__(self) -> str:
         return (

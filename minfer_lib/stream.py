@@ -13,7 +13,7 @@ from .errors import GenerationFailed
 from .request import Request, StreamPiece
 
 if TYPE_CHECKING:
-    from .engine import LLMEngine
+    from .engine_core import EngineCore
 
 
 class RequestStream(Iterator[StreamPiece]):
@@ -23,7 +23,7 @@ class RequestStream(Iterator[StreamPiece]):
     would run on without a reader.
     """
 
-    def __init__(self, engine: LLMEngine, requests: list[Request]) -> None:
+    def __init__(self, engine: EngineCore, requests: list[Request]) -> None:
         self._engine = engine
         self.requests = requests
         self._open = list(requests)  # whose last piece has not been handed out
