@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from .attention import NAME, PackedBatch, attention_configs, implementation
 from .errors import MinferError, UnsupportedModel
 from .kv_cache import CACHEABLE_LAYERS, LayerShape, SlotKVCache
+from .model_facts import position_limit
 
 PROBE = "minfer_probe"
 PROMPTS = ((3, 4, 5, 6), (5, 3))  # of the self-test: unequal, and neither begins as the other does
@@ -38,7 +39,7 @@ def attention_layers(model: PreTrainedModel, name: str) -> dict[int, LayerShape]
         raise refused(model, name, "it cannot be told the positions of its tokens")
     if not model._can_set_attn_implementation():
         raise refused(model, name, "its attention is code of its own, which no registered function replaces")
-    seen: dict[int, LayerShape] = {}
+    seen: dict[int, tuple[LayerShape, int | None]] = {}
     token = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
     with implementation(attention_configs(model), PROBE), torch.no_grad():
         model(input_ids=token, position_ids=token, use_cache=False, minfer_probe=seen)
@@ -46,7 +47,13 @@ def attention_layers(model: PreTrainedModel, name: str) -> dict[int, LayerShape]
         raise refused(
             model, name, f"only {len(seen)} of its {config.num_hidden_layers} layers call the registered function"
         )
-    return seen
+    for index, (_, told) in seen.items():
+        window = layer_window(config, index)
+        if told is None and window is not None and window < position_limit(config):
+            raise refused(
+                model, name, f"its window of {window} tokens stands in its masks alone, and the function is not told it"
+            )
+    return {index: shape for index, (shape, _) in seen.items()}
 
 
 def check_packed(model: PreTrainedModel, name: str, layers: dict[int, LayerShape]) -> None:
@@ -108,6 +115,17 @@ def supported_layers(model: PreTrainedModel, name: str) -> dict[int, LayerShape]
     return layers
 
 
+def layer_window(config: Any, index: int) -> int | None:
+    """How many tokens a layer sees according to the config; None for all of them.
+
+    The self-test cannot find out: its prompts are shorter than any window.
+    """
+    kinds = getattr(config, "layer_types", None)
+    if kinds and kinds[index] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
+
+
 def rope_types(config: Any) -> set[str]:
     """The kinds of rotary embedding that a config names; a model may have one for each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -129,13 +147,14 @@ def _probe(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Any,
-    minfer_probe: dict[int, LayerShape] | None = None,
+    sliding_window: int | None = None,
+    minfer_probe: dict[int, tuple[LayerShape, int | None]] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Notes shapes in place of attending; query [1, heads, 1, dim], key and value [1, kv_heads, 1, dim]."""
+    """Notes shape and window in place of attending; query [1, heads, 1, dim], key and value [1, kv_heads, 1, dim]."""
     if minfer_probe is not None:
         index = getattr(module, "layer_idx", None)
-        minfer_probe[index] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+        minfer_probe[index] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype), sliding_window
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

@@ -65,6 +65,10 @@ RIGHT_OR_REFUSED: dict[str, dict[str, Any]] = {
     "openai-gpt": GPT,  # keeps no cache at all
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]], num_layers=2, num_heads=4, window_size=WINDOW),
     "deepseek_v3": LATENT,  # keys and values of different sizes
+    # a window that their masks know and their attention functions are not told
+    "phimoe": dict(sliding_window=WINDOW, **LOCAL_EXPERTS),
+    "qwen2_moe": dict(use_sliding_window=True, sliding_window=WINDOW, layer_types=LAYERS,
+                      shared_expert_intermediate_size=32, **EXPERTS),
     "gemma4_text": dict(head_dim=16, global_head_dim=32, sliding_window=WINDOW, layer_types=LAYERS * 2,
                         num_hidden_layers=4, num_kv_shared_layers=2, hidden_size_per_layer_input=8,
                         vocab_size_per_layer_input=VOCAB),

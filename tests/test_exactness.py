@@ -127,6 +127,8 @@ def test_a_packed_row_does_not_refuse_more_than_it_must(family: Family, name: st
         ("bloom", "cannot be told the positions"),
         ("falcon_h1", "layers of another kind"),
         ("lfm2", "layers of another kind"),
+        ("phimoe", "window of 7 tokens stands in its masks alone"),
+        ("qwen2_moe", "window of 7 tokens stands in its masks alone"),
     ],
 )
 def test_a_packed_row_refuses_by_name_and_reason(family: Family, name: str, reason: str):
@@ -135,6 +137,16 @@ def test_a_packed_row_refuses_by_name_and_reason(family: Family, name: str, reas
     with pytest.raises(UnsupportedModel, match=rf"{name} \({name}\).*{reason}.*CachedEngine or NaiveEngine"):
         LLMEngine(lm)
     assert lm.model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("name", ["phimoe", "qwen2_moe"])
+def test_a_window_that_no_prompt_outgrows_is_no_reason(family: Family, name: str):
+    model = copy.deepcopy(family(name).model)
+    model.config.sliding_window = model.config.max_position_embeddings
+    lm = dataclasses.replace(family(name), model=model)
+    prompts = [PROMPTS[0], PROMPTS[2]]
+    outputs = LLMEngine(lm, max_model_len=64).generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
+    assert [output.token_ids for output in outputs] == [hf_generate(lm, prompt, 8) for prompt in prompts]
 
 
 def test_a_packed_row_refuses_positions_that_depend_on_the_longest_request(tiny: LanguageModel):
