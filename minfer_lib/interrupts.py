@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
 
@@ -24,21 +22,19 @@ class held_interrupts:  # noqa: N801  (used as a function is)
         found = signal.getsignal(signal.SIGINT)
         if callable(found) and threading.current_thread() is threading.main_thread():
             self._handler = found
-            signal.signal(signal.SIGINT, self._note)
+            self._hold()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._deliver()
 
-    @contextmanager
-    def let_through(self) -> Iterator[None]:
+    def let_through(self) -> _LetThrough:
         """An inner block that may be interrupted, at its beginning by what came before it."""
-        try:
-            self._deliver()
-            yield
-        finally:
-            if self._handler is not None:
-                signal.signal(signal.SIGINT, self._note)
+        return _LetThrough(self)
+
+    def _hold(self) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._pressed = number, frame
@@ -49,3 +45,21 @@ class held_interrupts:  # noqa: N801  (used as a function is)
             pressed, self._pressed = self._pressed, None
             if pressed is not None:
                 self._handler(*pressed)
+
+
+class _LetThrough:
+    """The inner block. No generator: an interrupt at its very end would leave that unfinished, and Python would run the
+    rest of it, which takes the interrupts away from their owner, whenever it is collected."""
+
+    def __init__(self, held: held_interrupts) -> None:
+        self._held = held
+
+    def __enter__(self) -> None:
+        try:
+            self._held._deliver()
+        except BaseException:
+            self._held._hold()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._held._hold()

@@ -13,6 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .attention import NAME, PackedBatch, attention_configs, implementation
+from .interrupts import held_interrupts
 from .kv_cache import SlotKVCache
 from .loading import LanguageModel
 from .sampling import Sampler, Samples
@@ -70,7 +71,13 @@ class ModelRunner:
     def forward(self, inputs: ModelInput) -> torch.Tensor:
         """Logits [samples, vocab]; of one row that nobody reads where no chunk is its prompt's last."""
         keep = {"logits_to_keep": inputs.logits_rows} if self._keeps_rows else {}
-        with implementation(self._configs, NAME), sdpa_kernel(BACKENDS), torch.no_grad():
+        with (
+            held_interrupts() as interrupts,  # so that what is switched here is switched back
+            implementation(self._configs, NAME),
+            sdpa_kernel(BACKENDS),
+            torch.no_grad(),
+            interrupts.let_through(),
+        ):
             logits = self.lm.model(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,

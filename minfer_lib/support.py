@@ -15,6 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from .attention import NAME, PackedBatch, attention_configs, implementation
 from .errors import MinferError, UnsupportedModel
+from .interrupts import held_interrupts
 from .kv_cache import CACHEABLE_LAYERS, LayerShape, SlotKVCache
 from .model_facts import position_limit
 
@@ -41,7 +42,12 @@ def attention_layers(model: PreTrainedModel, name: str) -> dict[int, LayerShape]
         raise refused(model, name, "its attention is code of its own, which no registered function replaces")
     seen: dict[int, tuple[LayerShape, int | None]] = {}
     token = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
-    with implementation(attention_configs(model), PROBE), torch.no_grad():
+    with (
+        held_interrupts() as interrupts,  # so that what is switched here is switched back
+        implementation(attention_configs(model), PROBE),
+        torch.no_grad(),
+        interrupts.let_through(),
+    ):
         model(input_ids=token, position_ids=token, use_cache=False, minfer_probe=seen)
     if len(seen) != config.num_hidden_layers or None in seen:
         raise refused(
@@ -93,7 +99,12 @@ def check_packed(model: PreTrainedModel, name: str, layers: dict[int, LayerShape
 
 def packed_forward(model: PreTrainedModel, ids: list[int], positions: list[int], batch: PackedBatch) -> torch.Tensor:
     """Logits [T, vocab] in float32 of all tokens of a packed row."""
-    with implementation(attention_configs(model), NAME), torch.no_grad():
+    with (
+        held_interrupts() as interrupts,
+        implementation(attention_configs(model), NAME),
+        torch.no_grad(),
+        interrupts.let_through(),
+    ):
         output = model(
             input_ids=torch.tensor([ids], device=batch.device),
             position_ids=torch.tensor([positions], device=batch.device),

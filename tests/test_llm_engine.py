@@ -1,10 +1,13 @@
 """`LLMEngine`: in any company, at any chunk size, and whatever breaks, each request gets the answer it gets alone."""
 
+import contextlib
 import copy
 import dataclasses
 import gc
 import itertools
 import math
+import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import psutil
@@ -12,7 +15,18 @@ import pytest
 import torch
 from families import PROMPTS, hf_generate, saying
 
-from minfer_lib import LanguageModel, LLMEngine, RequestOutput, SamplingParams, StreamPiece, cache_size, load_model
+from minfer_lib import (
+    LanguageModel,
+    LLMEngine,
+    RequestOutput,
+    SamplingParams,
+    StreamPiece,
+    attention,
+    cache_size,
+    interrupts,
+    load_model,
+    model_runner,
+)
 from minfer_lib.errors import GenerationFailed, InvalidParameter, InvalidPrompt, PromptTooLong, UnsupportedModel
 from minfer_lib.support import supported_layers
 
@@ -643,6 +657,46 @@ def test_an_interrupted_generate_returns_what_there_is(family: Family, where: st
     assert reader.token_ids == alone(lm, MIX[5], 9)  # others go on
     assert by_id(run(engine)) == {"waits": alone(lm, MIX[3], 9)}
     assert tokens(engine.generate(MIX, each())) == answers(lm)
+
+
+def test_an_interrupt_at_any_line_around_the_model_leaves_nothing_switched(family: Family):
+    """Neither the model's attention function nor who is told of Ctrl-C, at once and when the exception is gone."""
+    engine = LLMEngine(family("llama"), max_model_len=LONGEST)
+    files = {module.__file__ for module in (contextlib, attention, interrupts, model_runner)}
+    config, left = engine.lm.model.config, []
+    for last in itertools.count(1):
+        lines = 0
+
+        def press(frame: object, event: str, arg: object, last: int = last) -> object:
+            nonlocal lines
+            if frame.f_code.co_filename not in files:
+                return None
+            lines += event == "line"
+            if lines == last and event == "line":
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+            return press
+
+        engine.add_request([5, 6, 7], free(1))
+        kept = []
+        sys.settrace(press)
+        try:
+            engine.step()
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        finally:
+            sys.settrace(None)
+        for _ in range(2):
+            if (config._attn_implementation, signal.getsignal(signal.SIGINT)) != ("sdpa", signal.default_int_handler):
+                left.append(last)
+            kept.clear()  # and with it the frames that it kept from being collected
+        config._attn_implementation = "sdpa"
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        while engine.has_unfinished():
+            engine.step()
+        if lines < last:
+            break
+    assert last > 100 and not left
 
 
 def test_an_interrupted_stream_ends_and_the_others_go_on(family: Family):
