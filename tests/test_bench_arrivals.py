@@ -115,6 +115,7 @@ GOOD = {"arrival_s": 0.0, "prompt_len": 3, "output_len": 2}
         ({"arrival_s": "now"}, "arrival_s must be seconds"),
         ({"arrival_s": None}, "arrival_s must be seconds"),
         ({"arrival_s": True}, "arrival_s must be seconds"),
+        ({"arrival_s": 10**400}, "arrival_s must be seconds"),
         ({"prompt_len": 0}, "prompt_len must be an integer of 1 or more, not 0"),
         ({"prompt_len": 2.5}, "prompt_len must be"),
         ({"output_len": 0}, "output_len must be"),
@@ -139,7 +140,9 @@ def test_a_malformed_entry_is_refused_by_its_number(lm, tmp_path, change, said):
     assert said in str(caught.value) and "arrival_s (seconds from the start)" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "{}", "[]", "3", "[7]", '[{"arrival_s": NaN, "prompt_len": 1}]'])
+@pytest.mark.parametrize(
+    "text", ["", "[" * 100_000, "{", "{}", "[]", "3", "[7]", '[{"arrival_s": NaN, "prompt_len": 1}]']
+)
 def test_what_is_no_trace_is_refused(lm, tmp_path, text):
     path = tmp_path / "trace.json"
     path.write_text(text)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -427,7 +428,7 @@ def test_what_is_no_curve_is_refused_and_fast_mode_says_so(lm, monkeypatch):
         latency_curve([], work_of(1), [1])
     with pytest.raises(InvalidParameter, match="Two engines of the name"):
         latency_curve([engine, engine], work_of(1), [1])
-    for rates in ([], [1, 1], [0], [-2]):
+    for rates in ([], [1, 1], [0], [-2], np.array([]), np.array([-1.0, 2.0])):
         with pytest.raises(InvalidParameter, match="rate"):
             latency_curve([engine], work_of(1), rates)
     with pytest.raises(InvalidParameter, match="repeats=0"):

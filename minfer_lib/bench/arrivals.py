@@ -9,9 +9,9 @@ request would spare a slow server the queue that it has earned.
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,7 @@ def read_trace(path: str | os.PathLike[str], lm: LanguageModel) -> Workload:
     path = Path(path)
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidParameter(
             f"A trace was to be read from {path.name!r}, which is not there or is no JSON: {error}. {TRACE_FORMAT}"
         ) from error
@@ -117,7 +117,7 @@ def _problem(entry: Any, lm: LanguageModel) -> str | None:
     if unknown := sorted(entry.keys() - FIELDS):
         return f"there is no field {unknown[0]!r}"
     arrival = entry.get("arrival_s")
-    if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not 0 <= arrival < math.inf:
+    if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not 0 <= arrival <= sys.float_info.max:
         return f"arrival_s must be seconds, 0 or more, not {arrival!r}"
     if ("prompt_len" in entry) == ("prompt_token_ids" in entry):
         return "one of prompt_len and prompt_token_ids must be given"

@@ -223,8 +223,9 @@ def latency_curve(
     measured = named(engines)
     repeats = checked_repeats(repeats)
     count = len(workload.prompts)
+    rates = list(rates)  # of an array, whose truth is not whether it is empty
     if not rates or len(set(rates)) != len(rates):
-        raise InvalidParameter(f"rates={list(rates)!r} is not possible: at least one rate, and each of them once.")
+        raise InvalidParameter(f"rates={rates!r} is not possible: at least one rate, and each of them once.")
     patterns = {rate: [poisson_arrivals(count, rate, seed + turn) for turn in range(repeats)] for rate in rates}
     lm = measured[0].engine.lm
     if warm_up:
