@@ -6,6 +6,7 @@ each at once give the same answers; the step itself is in `engine_core`.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -161,4 +162,9 @@ class LLMEngine(EngineCore):
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return not math.isnan(value)
+    except OverflowError:  # an integer beyond all floats, which no clock could be added to
+        return False

@@ -146,4 +146,10 @@ def request_ids() -> Iterator[str]:
 
 def _is_int(value: Any) -> bool:
     # arrays and tensors have an __index__ too, and a list of them is a list of prompts
-    return hasattr(value, "__index__") and not isinstance(value, bool) and getattr(value, "ndim", 0) == 0
+    if isinstance(value, bool) or getattr(value, "ndim", 0) != 0:
+        return False
+    try:
+        operator.index(value)
+    except TypeError:  # every tensor has the method; one of floats refuses when it is called
+        return False
+    return True

@@ -906,7 +906,7 @@ def test_options_that_are_not_possible(tiny: LanguageModel, options: dict[str, o
     [
         *[(dict(request_id=bad), "request_id") for bad in ("", 3, b"x")],
         *[(dict(priority=bad), "priority") for bad in ("high", None, math.nan, True)],
-        *[(dict(timeout_s=bad), "timeout_s") for bad in (-1, "soon", math.nan, True)],
+        *[(dict(timeout_s=bad), "timeout_s") for bad in (-1, "soon", math.nan, True, 10**400)],
         (dict(params=[free(), free()]), "2 SamplingParams"),
         (dict(params="greedy"), "SamplingParams"),
         (dict(params=free(stop_token_ids=[300])), "token 300"),
@@ -921,7 +921,7 @@ def test_requests_that_are_not_possible(tiny: LanguageModel, options: dict[str, 
 
 def test_prompts_that_are_not_possible(tiny: LanguageModel):
     engine = watched(tiny)
-    for prompt in ("", [], [999], [-1], ["a", "b"], [1.5], None, 3, [[1], [2]]):
+    for prompt in ("", [], [999], [-1], ["a", "b"], [1.5], None, 3, [[1], [2]], [torch.tensor(3.0)]):
         with pytest.raises(InvalidPrompt):
             engine.add_request(prompt)
     for call in (engine.add_request, engine.generate, engine.stream):
