@@ -67,11 +67,12 @@ def check_packed(model: PreTrainedModel, name: str, layers: dict[int, LayerShape
 
     The prompts go in in two parts, so that the second has to find the first in the cache.
     """
-    device = model.get_input_embeddings().weight.device
+    embedding = model.get_input_embeddings().weight
+    device, vocab = embedding.device, embedding.shape[0]
     longest = max(map(len, PROMPTS))
     cache = SlotKVCache(layers, len(PROMPTS), longest, device)
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
-    prompts = [[t if t != pad else 7 for t in prompt] for prompt in PROMPTS]
+    prompts = [[(t if t != pad else 7) % vocab for t in prompt] for prompt in PROMPTS]
     for i, prompt in enumerate(prompts):
         cache.allocate(i, len(prompt))
     found: list[list[torch.Tensor]] = [[] for _ in prompts]

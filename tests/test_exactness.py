@@ -149,6 +149,14 @@ def test_a_window_that_no_prompt_outgrows_is_no_reason(family: Family, name: str
     assert [output.token_ids for output in outputs] == [hf_generate(lm, prompt, 8) for prompt in prompts]
 
 
+def test_a_vocabulary_may_be_smaller_than_the_ids_of_the_self_test(tiny: LanguageModel):
+    config = copy.deepcopy(tiny.model.config)
+    config.vocab_size, config.pad_token_id, config.bos_token_id, config.eos_token_id = 3, None, None, 0
+    lm = LanguageModel.of(type(tiny.model)(config), None, "three letters")
+    prompts = [[0, 1, 2, 1, 2, 2, 0], [2], [1, 1, 0]]
+    assert tokens(LLMEngine(lm).generate(prompts, greedy())) == [hf_generate(lm, prompt) for prompt in prompts]
+
+
 def test_a_packed_row_refuses_positions_that_depend_on_the_longest_request(tiny: LanguageModel):
     model = copy.deepcopy(tiny.model)
     model.config.rope_parameters = dict(model.config.rope_parameters, rope_type="dynamic", factor=2.0)
