@@ -53,11 +53,12 @@ def position_limit(config: Any) -> int:
         (value for n in names if isinstance(value := getattr(text, n, None), int) and value > 0), DEFAULT_LIMIT
     )
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    if "longrope" in (rope.get("rope_type"), rope.get("type")):
-        original = rope.get("original_max_position_embeddings") or getattr(
-            text, "original_max_position_embeddings", None
-        )
-        limit = min(limit, original or limit)
+    for part in (rope, *(each for each in rope.values() if isinstance(each, dict))):  # or one for each kind of layer
+        if "longrope" in (part.get("rope_type"), part.get("type")):
+            original = part.get("original_max_position_embeddings") or getattr(
+                text, "original_max_position_embeddings", None
+            )
+            limit = min(limit, original or limit)
     return limit
 
 

@@ -251,6 +251,10 @@ def test_a_folder_without_tokenizer_files_serves_ids(folder: Path, leave: tuple[
         ("llama", dict(max_position_embeddings=88, rope_parameters=dict(rope_type="dynamic", factor=4.0,
                                                                           rope_theta=1e4)), 88),
         ("gemma3_text", dict(max_position_embeddings=99), 99),  # one rotary embedding for each kind of layer
+        ("gemma3_text", dict(max_position_embeddings=99, head_dim=16, rope_parameters=dict(
+            sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            full_attention=dict(rope_type="longrope", factor=3.0, short_factor=[1.0] * 8, long_factor=[4.0] * 8,
+                                rope_theta=1e4, original_max_position_embeddings=33))), 33),
     ],
 )  # fmt: skip
 def test_position_limit(model_type: str, values: dict, limit: int):
