@@ -90,12 +90,18 @@ def check_packed(model: PreTrainedModel, name: str, layers: dict[int, LayerShape
         for i, part in parts:
             found[i] += logits[: len(part)]
             logits = logits[len(part) :]
+    changes = []  # of each token, as a share of the largest logit of its prompt
     for prompt, packed in zip(prompts, found, strict=True):
         with torch.no_grad():
             alone = model(input_ids=torch.tensor([prompt], device=device), use_cache=False).logits[0].float()
-        difference = (torch.stack(packed) - alone).abs().max()
-        if not difference <= TOLERANCE.get(model.dtype, HALF_TOLERANCE) * alone.abs().max():
-            raise refused(model, name, f"its logits change by {difference:.1g} when two prompts share a row")
+        changes.append((torch.stack(packed) - alone).abs().amax(-1) / alone.abs().max())  # [tokens]
+    change = torch.cat(changes)
+    if model.dtype in TOLERANCE:
+        wrong = not change.max() <= TOLERANCE[model.dtype]
+    else:  # rounding may send a token to another expert; a wrong mask or position changes every token but the first two
+        wrong = not change.median() <= HALF_TOLERANCE
+    if wrong:
+        raise refused(model, name, f"its logits change by {change.max():.1%} when two prompts share a row")
 
 
 def packed_forward(model: PreTrainedModel, ids: list[int], positions: list[int], batch: PackedBatch) -> torch.Tensor:

@@ -974,6 +974,22 @@ def test_a_model_that_changes_in_company_is_refused(tiny: LanguageModel, monkeyp
     assert tiny.model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_moe"])
+def test_rounding_in_half_precision_is_not_taken_for_a_fault(
+    family: Family, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """In a mixture of experts it may send a token to another expert, whose logits are others; a real fault is more."""
+    from minfer_lib import support
+
+    half = copy.deepcopy(family(name).model).bfloat16()
+    assert supported_layers(half, name)
+    forward = support.packed_forward
+    # each token's logits taken for its neighbour's, as where requests of a row are mixed up
+    monkeypatch.setattr(support, "packed_forward", lambda *args: forward(*args).roll(1, 0))
+    with pytest.raises(UnsupportedModel, match="logits change"):
+        supported_layers(half, name)
+
+
 # -- how large the cache becomes --------------------------------------------------------------------------------------
 
 PER_TOKEN = 2 * 2 * 2 * 16 * 4  # layers x keys and values x heads x head size x bytes: tiny-random
