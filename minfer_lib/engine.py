@@ -14,10 +14,10 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from .engine_core import EngineCore
-from .errors import GenerationFailed, InvalidParameter, InvalidPrompt
+from .errors import GenerationFailed, InvalidParameter
 from .interrupts import held_interrupts
 from .params import SamplingParams
-from .prompts import Prompt, prompt_list
+from .prompts import Prompt, one_prompt
 from .request import RequestOutput
 from .stream import RequestStream
 
@@ -53,9 +53,7 @@ class LLMEngine(EngineCore):
         finish_reason "timeout". n > 1 makes n requests of one id.
         Raises `InvalidPrompt`, `PromptTooLong` or `InvalidParameter`, also for an id that is in use.
         """
-        prompts = prompt_list(prompt)
-        if len(prompts) != 1:
-            raise InvalidPrompt(f"add_request() takes one prompt; {len(prompts)} were given. Call it once for each.")
+        prompts = one_prompt(prompt, "add_request()", "Call it once for each.")
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise InvalidParameter(f"request_id={request_id!r} is not possible: it must be a string with a character.")
         if request_id in self._known_ids():
@@ -145,11 +143,7 @@ class LLMEngine(EngineCore):
         The request joins the engine at the call, so that several streams, read in any order, share their steps. With
         n > 1 the pieces of the answers come interleaved, told apart by `index`. Closing the stream aborts the request.
         """
-        prompts = prompt_list(prompt)
-        if len(prompts) != 1:
-            raise InvalidPrompt(
-                f"stream() takes one prompt; {len(prompts)} were given. Call it once for each, or use generate()."
-            )
+        prompts = one_prompt(prompt, "stream()", "Call it once for each, or use generate().")
         stream = RequestStream(self, self._requests(prompts, params))
         self._adopt(stream.requests)
         return stream

@@ -74,6 +74,14 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [many] if many and all(_is_int(p) for p in many) else many
 
 
+def one_prompt(prompt: Prompt, caller: str, advice: str) -> list[Prompt]:
+    """A list of the single prompt that a call takes. Raises `InvalidPrompt` for several, or none."""
+    prompts = prompt_list(prompt)
+    if len(prompts) != 1:
+        raise InvalidPrompt(f"{caller} takes one prompt; {len(prompts)} were given. {advice}")
+    return prompts
+
+
 def params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     """Parameters for each of `count` prompts."""
     if params is None or isinstance(params, SamplingParams):

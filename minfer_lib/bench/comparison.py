@@ -102,13 +102,7 @@ def compare(
     rows = [dataclasses.replace(row, ratio=row.tokens_per_s / base if base else None) for row in rows]
     found = Comparison(
         rows=[*rows, *reported],
-        workload={
-            "name": workload.name,
-            "description": workload.description,
-            "prompt_lens": workload.prompt_lens,
-            "output_lens": [params.max_tokens for params in workload.params],
-            "fast": workload.fast or fast_mode(),
-        },
+        workload=workload.record(),
         provenance={
             **provenance(lm.device, lm.dtype),
             "model": lm.name,

@@ -19,9 +19,9 @@ from typing import Any
 from ..errors import InvalidParameter, one_of
 from .arrivals import poisson_arrivals
 from .comparison import Engine, checked_repeats, doubts_of, failures, named
-from .machine import machine_name, provenance
+from .machine import provenance
 from .metrics import RunMetrics, median
-from .results import metrics_of, save, sealed, unsealed
+from .results import metrics_of, save, sealed, title_of, unsealed
 from .serving import serve
 from .settings import FAST_LABEL, fast_mode
 from .workloads import Workload
@@ -106,9 +106,7 @@ class LatencyCurve:
     @property
     def title(self) -> str:
         """One line: model, dtype, workload, machine, and whether it was recorded elsewhere."""
-        facts = self.provenance
-        line = f"{facts['model']} in {facts['dtype']}: {self.workload['description']}; {machine_name(facts)}"
-        return f"Recorded on {str(facts['date'])[:10]}. {line}" if self.recorded else line
+        return title_of(self.workload, self.provenance, self.recorded)
 
     def lines(self, latency: str = "ttft_p95_ms") -> dict[str, tuple[list[float], list[float]]]:
         """{system: (rates, seconds)} of one latency, a key of `LATENCIES`; points where it is not known are left out.
@@ -250,14 +248,7 @@ def latency_curve(
         notes.append(FAST_LABEL)
     return LatencyCurve(
         points=points,
-        workload={
-            "name": workload.name,
-            "description": workload.description,
-            "prompt_lens": workload.prompt_lens,
-            "output_lens": [params.max_tokens for params in workload.params],
-            "fast": workload.fast or fast_mode(),
-            "seed": seed,
-        },
+        workload=workload.record() | {"seed": seed},
         provenance={**provenance(lm.device, lm.dtype), "model": lm.name, "repeats": repeats},
         notes=tuple(notes),
     )

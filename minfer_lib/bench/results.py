@@ -84,9 +84,7 @@ class Comparison:
     @property
     def title(self) -> str:
         """One line: model, dtype, workload, machine, and whether it was recorded elsewhere."""
-        facts = self.provenance
-        line = f"{facts['model']} in {facts['dtype']}: {self.workload['description']}; {machine_name(facts)}"
-        return f"Recorded on {str(facts['date'])[:10]}. {line}" if self.recorded else line
+        return title_of(self.workload, self.provenance, self.recorded)
 
     def plot(self, save: str | os.PathLike[str] | None = None) -> Any:
         """Bars of throughput and of time per token, as a matplotlib figure; `save` writes it to an SVG or PNG file."""
@@ -109,6 +107,12 @@ class Comparison:
         from .draw import html_table
 
         return html_table(self)
+
+
+def title_of(workload: dict[str, Any], facts: dict[str, Any], recorded: bool) -> str:
+    """The line above a result of either kind, from its workload and its provenance."""
+    line = f"{facts['model']} in {facts['dtype']}: {workload['description']}; {machine_name(facts)}"
+    return f"Recorded on {str(facts['date'])[:10]}. {line}" if recorded else line
 
 
 def to_dict(comparison: Comparison) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidParameter
 from ..params import SamplingParams
@@ -62,6 +62,16 @@ class Workload:
     def arriving(self, arrivals: Sequence[float] | None) -> Workload:
         """The same requests, which come at these seconds from the start; `serve` hands them in then."""
         return replace(self, arrivals=None if arrivals is None else tuple(arrivals))
+
+    def record(self) -> dict[str, Any]:
+        """What a result says of the workload that it was measured on."""
+        return {
+            "name": self.name,
+            "description": self.description,
+            "prompt_lens": self.prompt_lens,
+            "output_lens": [params.max_tokens for params in self.params],
+            "fast": self.fast or fast_mode(),
+        }
 
     def warm_up(self) -> Workload:
         """The same prompts with two tokens each: prefill at the same shapes, and one decode step."""
