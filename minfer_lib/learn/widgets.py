@@ -1,5 +1,5 @@
 """The widgets of the chapters: memory of a model (1), a distribution being filtered (2), a preallocated cache (3), the
-replay of a batch and streams side by side (4).
+replay of a batch and streams side by side (4), the threshold of LLM.int8() (5).
 
 Invariant: a widget computes with the package's own functions (`memory`, `sampling`), so that it cannot teach anything
 else than what the engine does.
@@ -17,6 +17,7 @@ from ..params import SamplingParams
 from ..sampling import filtered_logits, penalised
 from ..shapes import SHAPES, shape_config
 from . import plots
+from .outliers import outlier_explorer
 from .replay import batch_replay
 from .sliders import Choice, Gallery, Slider, explore
 from .streams import stream_side_by_side
@@ -30,6 +31,7 @@ __all__ = [
     "cache_explorer",
     "explore",
     "memory_explorer",
+    "outlier_explorer",
     "sampling_explorer",
     "stream_side_by_side",
 ]

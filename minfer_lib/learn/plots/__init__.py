@@ -7,11 +7,15 @@ last line of a cell. A headline states a finding only if it was computed from th
 from .attention import attention_mask, attention_weights, causal_mask, head_groups
 from .batching import packed_row, slots_map, static_batch_waste, waste_shares
 from .caches import cache_fill, recomputed_keys
+from .channels import channel_ranges, feature_peaks, smoothing_effect
 from .lanes import timeline_states, what_happens
 from .life import request_life
 from .load import latency_curves, occupancy, step_composition
 from .memory import kv_growth, memory_stack, roofline
+from .numbers import matrix_steps, quantization_grid
+from .precision import bytes_moved, memory_budget, step_times_by_batch, ways_timed
 from .profile import TimelineStep, prefill_decode_timeline, time_by_operator
+from .quality import quality_map
 from .steps import bars_by_engine, curves, gain_vs_length, step_times
 from .timelines import gantt, iteration_timeline
 from .tokens import filtered_bars, token_boxes, top_tokens, unit_line
@@ -21,9 +25,12 @@ __all__ = [
     "attention_mask",
     "attention_weights",
     "bars_by_engine",
+    "bytes_moved",
     "cache_fill",
     "causal_mask",
+    "channel_ranges",
     "curves",
+    "feature_peaks",
     "filtered_bars",
     "gain_vs_length",
     "gantt",
@@ -31,22 +38,29 @@ __all__ = [
     "iteration_timeline",
     "kv_growth",
     "latency_curves",
+    "matrix_steps",
+    "memory_budget",
     "memory_stack",
     "occupancy",
     "packed_row",
     "prefill_decode_timeline",
+    "quality_map",
+    "quantization_grid",
     "recomputed_keys",
     "request_life",
     "roofline",
     "slots_map",
+    "smoothing_effect",
     "static_batch_waste",
     "step_composition",
     "step_times",
+    "step_times_by_batch",
     "time_by_operator",
     "timeline_states",
     "token_boxes",
     "top_tokens",
     "unit_line",
     "waste_shares",
+    "ways_timed",
     "what_happens",
 ]

@@ -1,0 +1,267 @@
+"""Pictures of what a precision costs and brings: bytes moved, times, memory, quality, losers included.
+
+Invariant: a ratio in a caption is taken between two numbers of the same picture. Sizes of memory are drawn in GB of
+10^9 bytes here, as budgets are given, and bytes that are moved in powers of 1,024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, NullLocator
+
+from ..style import (
+    ACTIVATIONS,
+    ALERT,
+    CARD,
+    DATA,
+    INK,
+    KV_CACHE,
+    PEER_FILL,
+    SOFT_INK,
+    WEIGHTS,
+    Picture,
+    canvas,
+    colour_of,
+    drawing,
+    format_bytes,
+    headline,
+    on_colour,
+    quiet,
+)
+from .numbers import fitting
+
+OURS = colour_of("int8")
+LIGHTER = "#e9b878"  # a second way of int8 beside the first
+PART_COLOURS = {
+    "weights": WEIGHTS, "layers": WEIGHTS, "int8 weights": OURS, "int8 layers": OURS, "embedding": DATA,
+    "head": "#8fae8b", "KV cache": KV_CACHE, "activations": ACTIVATIONS,
+    "fp copy written": "#b78fa0", "fp copy read": "#d3bac5",
+}  # fmt: skip
+OTHER_PARTS = ("#b78fa0", "#d3bac5", DATA, "#9aa3ad")
+
+Parts = Mapping[str, Mapping[str, float]]
+
+
+def _stacked(ax: Axes, rows: Parts, end: float, text: Any) -> None:
+    """One stacked horizontal bar a row; parts that are wide enough carry their size, all are in the legend."""
+    known = list(PART_COLOURS)  # in this order, then the others as they come
+    names = list(dict.fromkeys(part for parts in rows.values() for part in parts))
+    names.sort(key=lambda name: known.index(name) if name in known else len(known))
+    others = iter(OTHER_PARTS)
+    colours = {name: PART_COLOURS.get(name) or next(others, DATA) for name in names}
+    for y, parts in enumerate(rows.values()):
+        left = 0.0
+        for name in names:
+            size = parts.get(name, 0.0)
+            ax.barh(y, size, left=left, color=colours[name], height=0.66, label=name if y == 0 else None)
+            if size > end * 0.1:
+                ax.text(left + size / 2, y, text(size), ha="center", va="center", size=8.5,
+                        color=on_colour(colours[name]))  # fmt: skip
+            left += size
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.set_ylim(len(rows) - 0.45, -0.55)
+    ax.set_xticks([])
+    ax.tick_params(axis="y", length=0)
+    quiet(ax, spines=("left",))
+
+
+@drawing
+def bytes_moved(rows: Parts, *, title: str | None = None) -> Picture:
+    """What each way of computing a product moves between memory and processor: {"bf16": {"weights": bytes}, ...}.
+
+    A stacked bar for each way, its total behind it with the ratio to the first way.
+    """
+    totals = {name: float(sum(parts.values())) for name, parts in rows.items()}
+    end, first = max(totals.values()), next(iter(totals))
+    figure, ax = canvas(7.0, 1.2 + 0.42 * len(rows))
+    _stacked(ax, rows, end, format_bytes)
+    ratios = {name: total / totals[first] for name, total in totals.items()}
+    for y, (name, total) in enumerate(totals.items()):
+        ratio = "" if name == first else f", {ratios[name]:.3g}×"
+        ax.text(total + end * 0.012, y, format_bytes(total) + ratio, va="center", size=9)
+    ax.set_xlim(0, end * 1.27)
+    figure.legend(loc="outside lower center", ncols=6, columnspacing=1.1, handlelength=1.3)
+    compared = "; ".join(f"{name}: {ratio:.3g}×" for name, ratio in ratios.items() if name != first)
+    headline(
+        figure, title or fitting(f"Bytes against {first}: {compared}" if compared else "", *_extremes(ratios, first))
+    )
+    figure.alt = "bytes moved: " + "; ".join(f"{name} {format_bytes(total)}" for name, total in totals.items())
+    return figure
+
+
+@drawing
+def memory_budget(rows: Parts, *, budget: float = 8e9, title: str | None = None) -> Picture:
+    """What fills the memory, {"bf16": {"layers": bytes, "embedding": bytes, ...}, ...}, against `budget` bytes.
+
+    Behind each bar its total and what is left of the budget, or how much is missing; GB are 10^9 bytes.
+    """
+    totals = {name: float(sum(parts.values())) for name, parts in rows.items()}
+    end = max(*totals.values(), budget)
+    figure, ax = canvas(7.0, 1.55 + 0.42 * len(rows))
+    _stacked(ax, rows, end, lambda size: f"{size / 1e9:.2f}")
+    for y, total in enumerate(totals.values()):
+        left = budget - total
+        rest = abs(budget / 1e9 - round(total / 1e9, 2))  # what is written adds up
+        verdict = f"{rest:.2f} left" if left >= 0 else f"{rest:.2f} too much"
+        ax.text(max(total, budget if 0 <= left < 0.25 * end else 0.0) + end * 0.012, y,
+                f"{total / 1e9:.2f} GB, {verdict}", va="center", size=9, color=INK if left >= 0 else ALERT,
+                bbox={"facecolor": CARD, "edgecolor": "none", "pad": 0.8})  # fmt: skip
+    ax.set_xlim(0, end * 1.42)
+    ax.set_ylim(top=-0.95)
+    ax.axvline(budget, color=ALERT, linestyle="--", linewidth=1.2, zorder=0.9)
+    ax.text(budget, -0.72, f" {budget / 1e9:g} GB", size=8.5, color=ALERT, va="center")
+    ticks = [tick for tick in MaxNLocator(6).tick_values(0, end / 1e9) if tick * 1e9 <= end * 1.02]
+    ax.set_xticks([tick * 1e9 for tick in ticks], [f"{tick:g}" for tick in ticks])
+    ax.set_xlabel("GB (10⁹ bytes)")
+    quiet(ax, grid="x", spines=("bottom",))
+    figure.legend(loc="outside lower center", ncols=6, columnspacing=1.1, handlelength=1.3)
+    fits = sum(total <= budget for total in totals.values())
+    caption = f"{fits} of {len(rows)} {'fits' if fits == 1 else 'fit'} in {budget / 1e9:g} GB"
+    headline(figure, title or caption)
+    figure.alt = f"{caption}: " + "; ".join(f"{name} {total / 1e9:.2f} GB" for name, total in totals.items())
+    return figure
+
+
+@drawing
+def ways_timed(
+    times: Mapping[str, Mapping[int, float]], *, highlight: Collection[str] = ("int8 (ours)",), unit: str = "ms",
+    relative_to: str | None = None, title: str | None = None,
+) -> Picture:  # fmt: skip
+    """Several ways to compute the same product, timed: {"float32": {rows: time}, ...}, a panel for each number of rows.
+
+    Times are written in `unit` behind bars of a common logarithmic scale; with `relative_to` they are ratios to that
+    way, and bars to the left of the line at 1 are faster. Up to 8 ways and 4 numbers of rows can be read.
+    """
+    counts = sorted({rows for way in times.values() for rows in way})
+    values = {
+        (name, rows): float(time / times[relative_to][rows] if relative_to else time)
+        for name, way in times.items() for rows, time in way.items()
+        if relative_to is None or rows in times[relative_to]
+    }  # fmt: skip
+    low, high = min(values.values()), max(values.values())
+    start = 1.0 if relative_to else low / (high / low) ** 0.12 / 1.3
+    low, high = min(low, start), max(high, start)
+    figure, axes = canvas(7.0, 1.15 + 0.29 * len(times), columns=len(counts), sharey=True, squeeze=False)
+    for ax, rows in zip(axes[0], counts, strict=True):
+        here = {name: values[name, rows] for name in times if (name, rows) in values}
+        best = min(here.values())
+        ax.set_xscale("log")
+        for y, name in enumerate(times):
+            if name not in here:
+                ax.text(start, y, " not measured", va="center", size=8, color=SOFT_INK)
+                continue
+            value, colour = here[name], OURS if name in highlight else "#a9b4bf"
+            ax.barh(y, value - start, left=start, height=0.66, color=colour)
+            text = (f"{value:.2f}×" if value < 10 else f"{value:.0f}×") if relative_to else f"{value:,.3g}"
+            ax.annotate(text, (max(value, start), y), textcoords="offset points", xytext=(3, 0), va="center", size=8.5,
+                        weight="bold" if value == best else "normal")  # fmt: skip
+        if relative_to:
+            ax.axvline(1.0, color=SOFT_INK, linewidth=1.0)
+        room = 0.12 + 0.08 * len(counts)  # share of a panel that the numbers behind the bars take
+        ax.set_xlim(low * (0.9 if relative_to else 1.0), high * max(high / low, 1.5) ** (room / (1 - room)))
+        ax.set_xticks([])
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.set_title(f"{rows:,} {'row' if rows == 1 else 'rows'}", size=9.5, pad=5)
+        ax.tick_params(axis="y", length=0)
+        quiet(ax, spines=() if relative_to else ("left",))
+    axes[0, 0].set_yticks(range(len(times)), list(times), size=9)
+    axes[0, 0].set_ylim(len(times) - 0.5, -0.5)
+    winners: dict[str, list[int]] = {}
+    for rows in counts:
+        winners.setdefault(min((n for n in times if (n, rows) in values), key=lambda n: values[n, rows]), []).append(
+            rows
+        )
+    full = "; ".join(f"{name} at {_and(at)} {'row' if at == [1] else 'rows'}" for name, at in winners.items())
+    first, last = (next(name for name, at in winners.items() if rows in at) for rows in (counts[0], counts[-1]))
+    caption = fitting(
+        f"Fastest: {full}", f"Fastest: {first} at {counts[0]}; {last} at {counts[-1]} rows", "The fastest are in bold"
+    )
+    headline(figure, title or caption)
+    what = f"time as a multiple of {relative_to}'s (logarithmic bars)" if relative_to else f"{unit} (logarithmic bars)"
+    figure.supxlabel(f"{what}; the fastest is bold", size=9, color=SOFT_INK)
+    figure.alt = f"{caption}; " + "; ".join(
+        f"{name} " + ", ".join(f"{rows}: {values[name, rows]:.3g}" for rows in counts if (name, rows) in values)
+        for name in times
+    )
+    return figure
+
+
+@drawing
+def step_times_by_batch(
+    times: Mapping[str, Mapping[int, float]], *, base: str = "bf16", title: str | None = None
+) -> Picture:
+    """The decode step at each batch size, {"bf16": {batch: ms}, "int8": {...}, ...}, and its ratio to `base`."""
+    batches = sorted({batch for way in times.values() for batch in way})
+    bars = len(times) * len(batches)
+    page = min(9.4, max(7.0, 0.46 * bars + 0.9))
+    size = 8.5 if bars <= 13 else 7.0
+    figure, ax = canvas(page, 3.3)
+    highest = max(ms for way in times.values() for ms in way.values())
+    looks = _looks(list(times))
+    width = 0.84 / len(times)
+    for n, (name, way) in enumerate(times.items()):
+        for group, batch in enumerate(batches):
+            if batch not in way:
+                continue
+            x = group + (n - (len(times) - 1) / 2) * width
+            ax.bar(x, way[batch], width=width * 0.9, label=name if batch == min(way) else None, **looks[name])
+            ratio = name != base and batch in times.get(base, {})
+            text = f"{way[batch]:,.3g}" + (f"\n{way[batch] / times[base][batch]:.2f}×" if ratio else "")
+            ax.text(x, way[batch] + 0.012 * highest, text, ha="center", va="bottom", size=size, linespacing=1.05)
+    ax.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
+    ax.set_xlim(-0.52, len(batches) - 0.48)
+    ax.set_ylim(0, highest * 1.2)
+    ax.yaxis.set_major_locator(MaxNLocator(5))
+    ax.set_ylabel("ms a step")
+    ax.tick_params(axis="x", length=0)
+    quiet(ax, grid="y")
+    figure.legend(loc="outside lower center", ncols=min(5, len(times)), columnspacing=1.3)
+    shared = {
+        name: [batch for batch in batches if batch in way and batch in times.get(base, {})]
+        for name, way in times.items() if name != base
+    }  # fmt: skip
+    ratios = {name: [times[name][b] / times[base][b] for b in at] for name, at in shared.items() if at}
+    caption = None
+    if ratios:
+        best = min(ratios, key=lambda name: float(np.mean(ratios[name])))
+        parts = [f"{ratio:.2f}" for ratio in ratios[best]]
+        at = shared[best]
+        caption = fitting(
+            f"{best} takes {_and(parts)} of {base}'s time at batch {_and(at)}",
+            f"{best}: {', '.join(parts)} of {base}'s time (batch {', '.join(map(str, at))})",
+            f"{best} takes {parts[0]} of {base}'s time at batch {at[0]}, {parts[-1]} at {at[-1]}",
+            f"{best}: {min(parts)} to {max(parts)} of {base}'s time",
+        )
+    headline(figure, title or caption)
+    figure.alt = (caption or "step times") + "; " + "; ".join(
+        f"{name} " + ", ".join(f"{batch}: {way[batch]:.3g} ms" for batch in batches if batch in way)
+        for name, way in times.items()
+    )  # fmt: skip
+    return figure
+
+
+def _extremes(ratios: Mapping[str, float], first: str) -> list[str]:
+    """Shorter ways to say what moves most and least."""
+    most, least = (choose(ratios, key=lambda name: ratios[name]) for choose in (max, min))
+    return [f"{least} moves {ratios[least]:.3g}× the bytes of {first}", f"{ratios[least]:.3g} to {ratios[most]:.3g}×"]
+
+
+def _looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Keywords of bars: orange for int8 of ours, black outlines for bitsandbytes and other peers, blue for the rest."""
+    ours, rest = iter((OURS, LIGHTER, "#8f5a1a")), iter((DATA, "#9db4c4", "#c5cdd5"))
+    looks = {}
+    for name in names:
+        peer = name.lower().startswith(("bitsandbytes", "hf", "transformers", "vllm", "llama.cpp"))
+        colour = PEER_FILL if peer else next(ours, OURS) if "int8" in name else next(rest, DATA)
+        looks[name] = {"color": colour, "edgecolor": INK if peer else "none", "linewidth": 1.2 if peer else 0.0}
+    return looks
+
+
+def _and(parts: Sequence[Any]) -> str:
+    """1, 8 and 32."""
+    words = [str(part) for part in parts]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
