@@ -26,6 +26,7 @@ from .errors import InvalidParameter, one_of
 from .kernels import compiled
 
 LONGEST = 65_000  # inputs of a layer whose sum of products of codes surely fits 32 bits: 255 x 127 x 65,000 < 2^31
+TINY = 1.5e-36  # tokens that reach no further are all zeros: 127 / peak would overflow
 BLOCK = 2**20  # weights that the portable way turns into floats at a time, so that they stay in a cache
 
 
@@ -115,7 +116,7 @@ class Fbgemm(Portable):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # quantised tensors are deprecated; they only carry the codes
             carrier = torch._make_per_channel_quantized_tensor(
-                weights.codes, torch.ones(n, dtype=torch.double), torch.zeros(n, dtype=torch.long), 0
+                weights.codes, weights.scale.double(), torch.zeros(n, dtype=torch.long), 0
             )
             weights.ready = torch.ops.quantized.linear_prepack(carrier, None)
 
@@ -126,10 +127,9 @@ class Fbgemm(Portable):
         rows = x.float()
         if weights.inverse is not None:
             rows = rows * weights.inverse
-        peak = rows.abs().amax(-1, keepdim=True)
-        safe = torch.where(peak < 1.5e-36, 1.0, peak)
-        y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(rows / safe, 1 / 127, 128, weights.ready)
-        y = y * weights.scale * torch.where(peak.isfinite(), safe, torch.nan)
+        peak = rows.abs().amax(-1, keepdim=True).clamp_(min=TINY)  # not finite if the token is not, and then so is y
+        y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(rows / peak, 1 / 127, 128, weights.ready)
+        y = y.mul_(peak)
         return (y if weights.bias is None else y + weights.bias).to(x.dtype)
 
 
@@ -217,7 +217,7 @@ def token_codes(rows: torch.Tensor, inverse: torch.Tensor | None) -> tuple[torch
     if inverse is not None:
         rows = rows * inverse
     peak = rows.abs().amax(-1, keepdim=True) if rows.shape[-1] else rows.new_zeros(len(rows), 1)
-    tiny = peak < 1.5e-36  # 127 / peak would overflow
+    tiny = peak < TINY
     codes = torch.where(tiny, 0.0, rows * (127.0 / peak.where(~tiny, 1.0))).round()
     return codes.nan_to_num(0.0, 0.0, 0.0), torch.where(peak.isfinite(), torch.where(tiny, 0.0, peak / 127), torch.nan)
 

@@ -60,6 +60,7 @@ class Int8Linear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.activations, self.kernel_name, self.dtype, self.keep_rows = activations, kernel, dtype, keep_rows
         self.shared: SharedInput | None = None  # with the layers that read the same input
+        self.partners: list[Int8Linear] = []  # those layers, this one too, while they stand apart
         self._weights: Weights | None = None  # in the form of the kernel that runs them, made at the first use
         self._kernel: Portable | None = None
         self.register_buffer("weight", weight.contiguous())
@@ -68,6 +69,8 @@ class Int8Linear(nn.Module):
         self.register_buffer("smoothing", None if smoothing is None else smoothing.detach().float().contiguous())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.shared is None and self.partners:  # all of them have been moved
+            SharedInput(self.partners)
         if self.shared is not None:
             return self.shared.part(self, x)
         rows = x.reshape(-1, self.in_features)
@@ -129,10 +132,11 @@ class Int8Linear(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Int8Linear:
         """Moves to a device, not to a dtype; prepared forms are made anew where the weights are then."""
+        moved = fn(torch.empty(0, device=self.scale.device, dtype=self.dtype))
+        if moved.device == self.scale.device and moved.dtype == self.dtype:
+            return self  # as when a model is sent to where it is
         self.unprepare()
-        moved = fn(torch.empty(0, device=self.scale.device))
-        if moved.is_floating_point():
-            self.dtype = moved.dtype
+        self.dtype = moved.dtype
         for name, buffer in self._buffers.items():
             if buffer is not None:
                 self._buffers[name] = (
@@ -190,7 +194,7 @@ class SharedInput:
         ):
             layer.unprepare()
             layer.weight, layer.scale = codes, scale  # views: nothing is held twice
-            layer.shared = self
+            layer.shared, layer.partners = self, []
         self.whole.prepare()
         if self.whole._kernel.packs:
             for layer in layers:
@@ -224,6 +228,7 @@ class SharedInput:
             self.layers, self.whole.codes().split(self.sizes), self.whole.scale.split(self.sizes), strict=True
         ):
             layer.shared, layer.weight, layer.scale = None, codes.clone(), scale.clone()
+            layer.partners = self.layers
         self._waiting = None
 
 

@@ -11,15 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import checks, plots, widgets
+    from .kernel_view import show_kernel
     from .quiet import quiet_stderr
     from .sliders import explore
     from .source import show
     from .style import colour_of, use_style
 
-_HOME = {"quiet_stderr": "quiet", "show": "source", "colour_of": "style", "use_style": "style", "explore": "sliders"}
+_HOME = {
+    "quiet_stderr": "quiet",
+    "show": "source",
+    "show_kernel": "kernel_view",
+    "colour_of": "style",
+    "use_style": "style",
+    "explore": "sliders",
+}
 _MODULES = ("checks", "plots", "widgets")
 
-__all__ = ["checks", "colour_of", "explore", "plots", "quiet_stderr", "show", "use_style", "widgets"]
+__all__ = ["checks", "colour_of", "explore", "plots", "quiet_stderr", "show", "show_kernel", "use_style", "widgets"]
 
 
 def __getattr__(name: str) -> Any:

@@ -38,6 +38,7 @@ class Source:
     lines: tuple[tuple[int | None, str], ...]
     whole: str
     first: int
+    language: str = "python"  # as Pygments calls it
 
     def __repr__(self) -> str:
         width = len(str(max(number or 0 for number, _ in self.lines)))
@@ -46,7 +47,7 @@ class Source:
 
     def _repr_html_(self) -> str:
         width = len(str(max(number or 0 for number, _ in self.lines)))
-        coloured = _highlighted(self.whole)
+        coloured = _highlighted(self.whole, self.language)
         rows = []
         for number, text in self.lines:
             gutter = f'<span style="opacity:0.5;user-select:none">{number or "":>{width}}  </span>'
@@ -60,18 +61,18 @@ class Source:
         )
 
 
-def _highlighted(code: str) -> list[str]:
+def _highlighted(code: str, language: str = "python") -> list[str]:
     """The lines of `code` as HTML. Uncoloured where Pygments is missing."""
     try:
         from pygments import lex
-        from pygments.lexers import PythonLexer
+        from pygments.lexers import get_lexer_by_name
         from pygments.token import Comment, Keyword, Name, Number, Operator, String
     except ImportError:
         return html.escape(code, quote=False).split("\n")
     kinds = [(Keyword, "k"), (Operator.Word, "k"), (String, "s"), (Comment, "c"), (Number, "n"), (Name.Decorator, "d"),
              (Name.Function, "d"), (Name.Class, "d")]  # fmt: skip
     result = [""]
-    for token, text in lex(code, PythonLexer(stripnl=False, ensurenl=False)):
+    for token, text in lex(code, get_lexer_by_name(language, stripnl=False, ensurenl=False)):
         kind = next((kind for parent, kind in kinds if token in parent), None)
         for n, part in enumerate(text.split("\n")):
             if n:
