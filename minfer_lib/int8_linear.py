@@ -7,6 +7,7 @@ whatever dtype the model is moved to, and the codes stay integers.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 from torch import nn
 
 from .absmax import is_pair_safe
-from .errors import InvalidParameter, one_of
+from .errors import InvalidParameter, UnsupportedModel, one_of
 from .int8_kernels import LONGEST, Portable, Weights, choose, usable
 
 ACTIVATIONS = ("dynamic", "none")
+PREPARING = threading.RLock()  # one thread at a time gives layers the form that their kernel wants
 
 
 class Int8Linear(nn.Module):
@@ -69,8 +71,16 @@ class Int8Linear(nn.Module):
         self.register_buffer("smoothing", None if smoothing is None else smoothing.detach().float().contiguous())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.shared is None and self.partners:  # all of them have been moved
-            SharedInput(self.partners)
+        if not x.is_floating_point():
+            # some models bring the input to the dtype of the layer's weight first, and are wrong from there on
+            raise UnsupportedModel(
+                f"A layer in int8 was given {x.dtype}: this model reads the dtype of its weights. Load it again and name "
+                "the layer in `skip` (the traceback shows which)."
+            )
+        if self.shared is None and self.partners:  # all of them have been moved or copied
+            with PREPARING:
+                if self.shared is None:
+                    SharedInput(self.partners)
         if self.shared is not None:
             return self.shared.part(self, x)
         rows = x.reshape(-1, self.in_features)
@@ -88,6 +98,11 @@ class Int8Linear(nn.Module):
 
     def prepare(self) -> None:
         """Chooses the kernel, and packs the weights if it wants them packed."""
+        with PREPARING:
+            if self._weights is None:
+                self._prepare()
+
+    def _prepare(self) -> None:
         dynamic = self.activations == "dynamic"
         kernel = choose(dynamic, self.dtype, self.weight.device, self.kernel_name, packing=not self.keep_rows)
         if dynamic and not (self.in_features <= LONGEST and is_pair_safe(self.weight)):
@@ -122,7 +137,8 @@ class Int8Linear(nn.Module):
     @property
     def packed_bytes(self) -> int:
         """Bytes of weights that a kernel keeps where PyTorch does not count them."""
-        packed = self._weights is not None and self._kernel.packs
+        form = self if self.shared is None else self.shared.whole
+        packed = form._weights is not None and form._kernel.packs
         return self.out_features * self.in_features if packed else 0
 
     def dequantized(self) -> torch.Tensor:
@@ -153,11 +169,22 @@ class Int8Linear(nn.Module):
         self._weights = self._kernel = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: prepared forms hold addresses, and are made anew from the codes."""
+        """For copies and pickles: prepared and shared forms hold addresses and views, and are made anew from the codes."""
         state = super().__getstate__().copy()
-        if self._weights is not None and self._kernel.packs:
-            state["_buffers"] = {**self._buffers, "weight": self._kernel.unpack(self._weights)}
-        return {**state, "_weights": None, "_kernel": None}
+        if self.shared is not None:
+            own = {"weight": self.codes().clone(), "scale": self.scale.clone()}
+            state |= {"_buffers": self._buffers | own, "shared": None, "partners": self.shared.layers}
+        elif self._weights is not None and self._kernel.packs:
+            state["_buffers"] = self._buffers | {"weight": self.codes()}
+        return state | {"_weights": None, "_kernel": None}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.codes()  # whatever form they are kept in
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.unprepare()  # what was derived from the old codes is made anew
+        super()._load_from_state_dict(*args)
 
     def extra_repr(self) -> str:
         return (
@@ -185,38 +212,36 @@ class SharedInput:
         self.layers = list(layers)
         self.sizes = [layer.out_features for layer in layers]
         self.whole = Int8Linear(
-            torch.cat([layer.weight for layer in layers]), torch.cat([layer.scale for layer in layers]), bias,
+            torch.cat([layer.codes() for layer in layers]), torch.cat([layer.scale for layer in layers]), bias,
             activations=first.activations, smoothing=first.smoothing, dtype=first.dtype, kernel=first.kernel_name,
         )  # fmt: skip
-        self._waiting: tuple[torch.Tensor, int, dict[Int8Linear, torch.Tensor]] | None = None
+        self._waiting: tuple[torch.Tensor, int | torch.Tensor, dict[Int8Linear, torch.Tensor]] | None = None
         for layer, codes, scale in zip(
             layers, self.whole.weight.split(self.sizes), self.whole.scale.split(self.sizes), strict=True
         ):
             layer.unprepare()
-            layer.weight, layer.scale = codes, scale  # views: nothing is held twice
-            layer.shared, layer.partners = self, []
+            layer.weight, layer.scale, layer.smoothing = codes, scale, first.smoothing  # nothing is held twice
         self.whole.prepare()
         if self.whole._kernel.packs:
             for layer in layers:
                 layer.weight = self.whole.weight
+        for layer in self.layers:  # last, so that no thread finds a group that is not ready
+            layer.shared, layer.partners = self, []
 
     def part(self, layer: Int8Linear, x: torch.Tensor) -> torch.Tensor:
         """The layer's share of the product with x [..., in]."""
-        version = 0 if x.is_inference() else x._version
         waiting = self._waiting
-        if waiting is not None and waiting[0] is x and waiting[1] == version and layer in waiting[2]:
-            result = waiting[2].pop(layer)
+        if waiting is not None and waiting[0] is x and _unchanged(x, waiting[1]):
+            result = waiting[2].pop(layer, None)  # in one step: another thread may be after the same
             if not waiting[2]:
                 self._waiting = None
-            return result
+            if result is not None:
+                return result
         whole = self.whole.product(x.reshape(-1, self.whole.in_features)).view(*x.shape[:-1], sum(self.sizes))
         results = dict(zip(self.layers, whole.split(self.sizes, -1), strict=True))
         result = results.pop(layer)
-        self._waiting = (x, version, results)
+        self._waiting = (x, _state(x), results)
         return result
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_waiting": None}
 
     def codes_of(self, layer: Int8Linear) -> torch.Tensor:
         """The layer's codes [out, in]."""
@@ -253,7 +278,8 @@ class Int8Embedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self.weight[ids].to(torch.float32) * self.scale[ids][..., None]
-        return rows.to(self.dtype) if self.factor is None else rows.to(self.dtype) * self.factor
+        rows = rows.to(self.dtype)
+        return rows if self.factor is None else rows * rows.new_tensor(self.factor)  # the factor is rounded too
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Int8Embedding:
         moved = fn(torch.empty(0, device=self.scale.device, dtype=self.dtype))
@@ -263,6 +289,15 @@ class Int8Embedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+def _state(x: torch.Tensor) -> int | torch.Tensor:
+    """What tells later whether x was changed in place. Inference tensors count no changes, so theirs is a copy."""
+    return x.clone() if x.is_inference() else x._version
+
+
+def _unchanged(x: torch.Tensor, state: int | torch.Tensor) -> bool:
+    return torch.equal(x, state) if isinstance(state, torch.Tensor) else x._version == state
 
 
 def _move(buffer: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

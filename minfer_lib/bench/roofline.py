@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..int8_linear import Int8Embedding, Int8Linear
 from ..loading import LanguageModel
 from ..memory import ModelShape, kv_bytes_per_token
 from .machine import peak_flops, read_bandwidth
@@ -46,9 +47,11 @@ def weight_bytes_read(model: nn.Module) -> int:
 
     Everything the model holds, but not its embedding tables, of which a step reads one row per token. If the table
     serves as output layer too (tied weights), it is read whole there, once. Quantised weights count as they are
-    stored. Of a mixture of experts all count, though a small batch reads only some: there the floor is too high.
+    stored: codes of one byte, in whatever order a kernel keeps them, and their scales. Of a mixture of experts all
+    count, though a small batch reads only some: there the floor is too high.
     """
-    return sum(tensor.nbytes for tensor in _tensors_read(model))
+    packed = sum(layer.packed_bytes for layer in _int8_layers(model))  # these are no tensors
+    return packed + sum(tensor.nbytes for tensor in _tensors_read(model))
 
 
 def decode_step_bytes(lm: LanguageModel, requests: float = 1, kv_tokens: float = 0) -> float:
@@ -63,7 +66,8 @@ def kv_token_bytes(lm: LanguageModel) -> int:
 
 def decode_step_flops(lm: LanguageModel, requests: float = 1) -> float:
     """Operations of one decode step: two for each weight of a matrix and each request (attention is left out)."""
-    return 2 * requests * sum(tensor.numel() for tensor in _tensors_read(lm.model) if tensor.dim() > 1)
+    packed = sum(layer.packed_bytes for layer in _int8_layers(lm.model))  # a byte each
+    return 2 * requests * (packed + sum(tensor.numel() for tensor in _tensors_read(lm.model) if tensor.dim() > 1))
 
 
 def floor_ms(lm: LanguageModel, requests: float = 1, kv_tokens: float = 0) -> float:
@@ -74,7 +78,21 @@ def floor_ms(lm: LanguageModel, requests: float = 1, kv_tokens: float = 0) -> fl
 def _tensors_read(model: nn.Module) -> list[torch.Tensor]:
     """Parameters and buffers without the embedding tables, unless the output layer shares its table."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    head_tensors = set() if head is None else {id(tensor) for tensor in head.parameters()}
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - head_tensors
-    held = [*model.parameters(), *model.buffers()]  # both come without repeats, so tied weights count once
-    return [tensor for tensor in held if id(tensor) not in tables]
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | Int8Embedding)]
+    left_out = {_place(tensor) for table in tables for tensor in _held(table)}
+    left_out -= set() if head is None else {_place(tensor) for tensor in _held(head)}
+    # by place, since tied weights count once: a quantised output layer has tensors of its own over the same memory
+    return [tensor for place, tensor in {_place(t): t for t in _held(model)}.items() if place not in left_out]
+
+
+def _held(module: nn.Module) -> list[torch.Tensor]:
+    return [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.numel()]
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor lies in memory; one without any (on the device "meta") is told by itself."""
+    return (tensor.data_ptr(), tensor.nbytes) if tensor.data_ptr() else (id(tensor), 0)
+
+
+def _int8_layers(model: nn.Module) -> list[Int8Linear]:
+    return [module for module in model.modules() if isinstance(module, Int8Linear)]
