@@ -1,1 +1,1 @@
-"""Kernels for CUDA devices, written in Triton; a module here is imported only where a tensor on such a device asks for it."""
+"""Kernels for processors (C) and CUDA devices (Triton), each imported only where a tensor on such a device needs it."""
