@@ -81,8 +81,7 @@ def zero_point_quantize(x: torch.Tensor, dim: int | None = None) -> Quantized:
     takes 0 in, so that 0 stays exactly 0. Arguments and errors are those of `absmax_quantize`.
     """
     x = _floats(x)
-    low, high = (x.min(), x.max()) if dim is None else (x.amin(dim, keepdim=True), x.amax(dim, keepdim=True))
-    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    low, high = -_peak((-x).clamp(min=0.0), dim), _peak(x.clamp(min=0.0), dim)  # 0 is always within
     scale = _usable((high / 255) - (low / 255))
     zero_point = (-128 - low / scale).round().clamp(-128, 127)
     values = ((x / scale).round() + zero_point).clamp(-128, 127)
@@ -99,9 +98,10 @@ def pair_safe_quantize(weight: torch.Tensor) -> Quantized:
     weight: [out, in], floating. Raises `InvalidParameter` for values that are not finite.
     """
     weight = _floats(weight)
-    sizes = pad(weight.abs(), (0, weight.shape[-1] % 2))
+    # divided first, so that the sum of two large numbers stays one; the 1 is for the two roundings
+    sizes = pad(weight.abs() / (PAIR_LIMIT - 1), (0, weight.shape[-1] % 2))
     pairs = sizes.unflatten(-1, (-1, 2)).sum(-1)
-    largest = torch.maximum(_peak(weight, -1) / CODES, _peak(pairs, -1) / (PAIR_LIMIT - 1))  # 1 for the two roundings
+    largest = torch.maximum(_peak(weight, -1) / CODES, _peak(pairs, -1))
     scale = _usable(largest)
     return Quantized((weight / scale).round().clamp(-CODES, CODES).to(torch.int8), scale)
 
