@@ -9,6 +9,7 @@ has loaded. A second runtime would bring threads of its own, which wait for work
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -42,7 +43,7 @@ def library(name: str = "int8_linear") -> ctypes.CDLL:
     if shutil.which(compiler) is None:
         raise CannotCompile(f"no C compiler `{compiler}` on this machine")
     source = Path(__file__).with_name(f"{name}.c")
-    reason = "nothing was tried"
+    reason = "it cannot even preprocess an empty file"
     for target in TARGETS:
         processor = _macros(compiler, target)
         if processor is None:
@@ -80,6 +81,7 @@ def _built(compiler: str, source: Path, options: list[str], key: str) -> Path:
     except OSError:  # a cache that cannot be written: compiled for this process alone
         folder = tempfile.mkdtemp(prefix="minfer-")
         place = Path(tempfile.mkdtemp(prefix="minfer-")) / place.name
+        atexit.register(shutil.rmtree, place.parent, ignore_errors=True)
     try:
         parts = Path(folder) / "part.o", Path(folder) / "part.so"
         # two steps, so that OpenMP is not named when linking
