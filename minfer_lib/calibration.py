@@ -5,6 +5,7 @@ Invariant: the model is only looked at. What is noted is a few numbers for each 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ def watch(lm: LanguageModel, targets: dict[str, nn.Module], prompts: list[list[i
 
     def note(each: Watched, args: tuple[Any, ...]) -> None:
         x = args[0]
+        if x.numel() == 0:  # an expert that no token goes to
+            return
         peak = x.detach().abs().reshape(-1, x.shape[-1]).amax(0).float()
         if not peak.isfinite().all():
             raise UnsupportedModel(
@@ -81,18 +84,21 @@ def sharing(watched: dict[str, Watched]) -> list[list[Watched]]:
 def calibration_prompts(lm: LanguageModel, given: str | Sequence[str | Sequence[int]] | None) -> list[list[int]]:
     """Prompts of token ids, none longer than a window."""
     window = min(WINDOW, lm.max_model_len)
+    advice = "Pass text as the model will see it, some hundred words of it, or lists of token ids."
     if given is None:
         if lm.tokenizer is None:
             return [some_ids(lm, min(window, 256))]
         given = CALIBRATION.read_text(encoding="utf-8")
-    prompts = [given] if isinstance(given, str) else list(given)
-    ids = [lm.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt] for prompt in prompts]
+    try:
+        prompts = [given] if isinstance(given, str) else list(given)
+        ids = [
+            lm.encode(prompt) if isinstance(prompt, str) else list(map(operator.index, prompt)) for prompt in prompts
+        ]
+    except TypeError as error:
+        raise InvalidPrompt(f"calibration={given!r:.60} is no text, nor a list of prompts. {advice}") from error
     pieces = [each[at : at + window] for each in ids for at in range(0, len(each), window)]
     if not pieces or any(not 0 <= i < lm.vocab_size for piece in pieces for i in piece):
-        raise InvalidPrompt(
-            f"The calibration text is empty or holds ids outside of 0 to {lm.vocab_size - 1}. Pass text as the model "
-            "will see it, some hundred words of it."
-        )
+        raise InvalidPrompt(f"The calibration text is empty or holds ids outside of 0 to {lm.vocab_size - 1}. {advice}")
     return pieces
 
 

@@ -9,7 +9,7 @@ feature gets, which decides how SmoothQuant shares the difficulty between activa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,7 @@ from .absmax import (
 )
 from .calibration import Watched, calibration_prompts, sharing, some_ids, watch
 from .errors import InvalidParameter, UnsupportedModel, one_of
+from .int8_kernels import check_kernel
 from .int8_linear import ACTIVATIONS, Int8Embedding, Int8Linear, SharedInput
 from .loading import LanguageModel, place_of
 from .memory import measured_weight_bytes
@@ -111,14 +112,21 @@ def quantize_int8(
     Sources: Dettmers et al. 2022 (arXiv 2208.07339), Xiao et al. 2023 (arXiv 2211.10438).
     """
     place = lm.device if device is None else place_of(device)
-    mode = activations or ("dynamic" if place.type == "cpu" else "none")
+    mode = ("dynamic" if place.type == "cpu" else "none") if activations is None else activations
     if mode not in ACTIVATIONS:
         raise InvalidParameter(f"activations={activations!r} is not possible: it must be {one_of(ACTIVATIONS)}.")
+    names = (skip,) if isinstance(skip, str) else tuple(skip) if isinstance(skip, Iterable) else (skip,)
+    if not all(isinstance(name, str) for name in names):
+        raise InvalidParameter(f"skip={skip!r} is not possible: it must be names of layers; () skips none.")
+    if not isinstance(embedding, bool):
+        raise InvalidParameter(f"embedding={embedding!r} is not possible: it must be True or False.")
     if isinstance(smoothing, bool) or not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
         raise InvalidParameter(f"smoothing={smoothing!r} is not possible: it must be from 0 (off) to 1.")
+    if kernel is not None:
+        check_kernel(kernel, mode == "dynamic")
     check_not_quantized(lm)
     head_name = _head_name(lm.model)
-    targets = _targets(lm.model, (skip,) if isinstance(skip, str) else tuple(skip), head_name, lm.name)
+    targets = _targets(lm.model, names, head_name, lm.name)
     tied = head_name is not None and _weight(lm.model, head_name) is lm.model.get_input_embeddings().weight
     if embedding and tied and head_name not in targets:
         raise InvalidParameter(
@@ -147,8 +155,7 @@ def quantize_int8(
     lm.model.to(place)  # the rest of it
     lm.device = place
     lm.quantization = {
-        "activations": mode, "skip": [skip] if isinstance(skip, str) else list(skip), "embedding": embedding,
-        "smoothing": smoothing, "kernel": kernel,
+        "activations": mode, "skip": list(names), "embedding": embedding, "smoothing": smoothing, "kernel": kernel,
     }  # fmt: skip
     return lm
 
@@ -268,7 +275,7 @@ def _quantize_embedding(lm: LanguageModel, place: torch.device, head: str | None
     # one grid for both uses; the embedding's rows are the output layer's channels
     quantized = _per_channel(old.weight)
     factor = getattr(old, "embed_scale", None)  # of Gemma and others, which multiply what they look up
-    factor = None if factor is None else torch.as_tensor(factor).to(lm.dtype).item()
+    factor = None if factor is None else float(factor)
     made = Int8Embedding(
         quantized.values, quantized.scale, lm.dtype, padding_idx=getattr(old, "padding_idx", None), factor=factor
     )

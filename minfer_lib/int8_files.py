@@ -27,6 +27,7 @@ from .model_facts import has_softcap
 
 MANIFEST = "int8.json"
 WEIGHTS = "int8.safetensors"
+CONFIG = "config.json"
 FORMAT = 1  # raise it when the files change, so that an older library says so instead of reading them wrong
 
 
@@ -80,10 +81,12 @@ def load_int8(folder: Path, device: torch.device, dtype: torch.dtype | None = No
                 f"reads {FORMAT}. Quantise the model again with the version that is installed."
             )
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        saved = DTYPES[manifest["dtype"]]
+        precision = dtype or saved
         with init_empty_weights(include_buffers=False):  # buffers that no file holds are computed: rotary frequencies
             model = AutoModelForCausalLM.from_config(
                 config,
-                dtype=DTYPES[manifest["dtype"]],
+                dtype=precision,
                 attn_implementation="eager" if has_softcap(config) else None,
             )
         if (folder / "generation_config.json").is_file():
@@ -91,13 +94,13 @@ def load_int8(folder: Path, device: torch.device, dtype: torch.dtype | None = No
         has_files = any((folder / file).is_file() for file in TOKENIZER_FILES)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False) if has_files else None
         with safe_open(folder / WEIGHTS, framework="pt", device=str(device)) as file:
-            _fill(model, manifest, file)
+            _fill(model, manifest, file, saved, precision)
     except MinferError:
         raise
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, SafetensorError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise ModelNotFound(
-            f"The int8 model in {folder.name} could not be loaded: {reason}. Its {MANIFEST}, {WEIGHTS} and config.json "
+            f"The int8 model in {folder.name} could not be loaded: {reason}. Its {MANIFEST}, {WEIGHTS} and {CONFIG} "
             "belong together; write them again with save_int8."
         ) from error
     missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
@@ -106,11 +109,9 @@ def load_int8(folder: Path, device: torch.device, dtype: torch.dtype | None = No
             f"{WEIGHTS} in {folder.name} lacks {len(missing)} tensors, the first is `{missing[0]}`. Write the folder "
             "again with save_int8."
         )
-    model.to(device)
-    if dtype is not None:
-        model.to(dtype)
+    model.to(device)  # the buffers that were computed; never to a dtype, since rotary frequencies stay float32
     lm = LanguageModel.of(model, tokenizer, manifest["name"])
-    lm.dtype = dtype or DTYPES[manifest["dtype"]]
+    lm.dtype = precision
     lm.quantization = manifest["quantization"]
     return lm
 
@@ -121,22 +122,23 @@ def _parts(lm: LanguageModel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     linear: dict[str, dict[str, Any]] = {}
     embedding: dict[str, Any] = {}
     groups: dict[int, list[str]] = {}
-    codes_of_embedding = None
     for name, module in lm.model.named_modules():
         if isinstance(module, Int8Embedding):
-            codes_of_embedding, embedding = module.weight, {"name": name, "factor": module.factor}
+            embedding = {"name": name, "factor": module.factor}
             tensors |= {f"{name}.weight": module.weight, f"{name}.scale": module.scale}
     for name, module in lm.model.named_modules():
         if not isinstance(module, Int8Linear):
             continue
-        tied = codes_of_embedding is not None and module.weight is codes_of_embedding
-        linear[name] = {"activations": module.activations, "tied": tied, "kernel": module.kernel_name}
-        if module.shared is not None:
-            groups.setdefault(id(module.shared), []).append(name)
-        kept = {"bias": module.bias, "smoothing": module.smoothing}
+        tied = embedding != {} and module.keep_rows
+        kept = {key: getattr(module, key) for key in ("bias", "smoothing") if getattr(module, key) is not None}
+        linear[name] = {
+            "activations": module.activations, "tied": tied, "kernel": module.kernel_name, "parts": list(kept),
+        }  # fmt: skip
+        if peers := module.partners if module.shared is None else module.shared.layers:
+            groups.setdefault(id(peers[0]), []).append(name)
         if not tied:
             kept |= {"weight": module.codes(), "scale": module.scale}
-        tensors |= {f"{name}.{key}": tensor for key, tensor in kept.items() if tensor is not None}
+        tensors |= {f"{name}.{key}": tensor for key, tensor in kept.items()}
     own = tuple(f"{name}." for name in [*linear, *([embedding["name"]] if embedding else [])])
     seen = set()
     for name, tensor in lm.model.state_dict().items():
@@ -150,10 +152,21 @@ def _parts(lm: LanguageModel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, manifest
 
 
-def _fill(model: Any, manifest: dict[str, Any], file: Any) -> None:
-    """Puts the layers of the manifest into an empty model, and every other tensor into its place."""
+def _fill(model: Any, manifest: dict[str, Any], file: Any, saved: torch.dtype, dtype: torch.dtype) -> None:
+    """Puts every tensor of an empty model into its place, those saved as `saved` in `dtype`, then the int8 layers."""
     held = set(file.keys())
-    dtype = DTYPES[manifest["dtype"]]
+    own = [*manifest["linear"], *([manifest["embedding"]["name"]] if manifest["embedding"] else [])]
+    plain = {}
+    for name in held - {f"{layer}.{key}" for layer in own for key in ("weight", "scale", "bias", "smoothing")}:
+        tensor = file.get_tensor(name)
+        plain[name] = tensor.to(dtype) if tensor.dtype == saved else tensor
+    keys = model.load_state_dict(plain, strict=False, assign=True)
+    buffers = {name for name, _ in model.named_buffers()}  # they stand there already, with values of their own
+    if wrong := [*keys.unexpected_keys, *(name for name in keys.missing_keys if name in buffers)]:
+        raise ModelNotFound(
+            f"{WEIGHTS} does not fit {CONFIG}: see `{wrong[0]}`. Write the folder again with save_int8."
+        )
+    model.tie_weights()  # before the int8 layers are there: an output layer in int8 of its own is tied to nothing
     if embedding := manifest["embedding"]:
         name = embedding["name"]
         old = model.get_submodule(name)
@@ -161,27 +174,31 @@ def _fill(model: Any, manifest: dict[str, Any], file: Any) -> None:
             file.get_tensor(f"{name}.weight"), file.get_tensor(f"{name}.scale"), dtype,
             padding_idx=getattr(old, "padding_idx", None), factor=embedding["factor"],
         )  # fmt: skip
+        _check_shape(name, made.weight, old)
         model.set_submodule(name, made)
-        held -= {f"{name}.weight", f"{name}.scale"}
     for name, facts in manifest["linear"].items():
-        source = manifest["embedding"]["name"] if facts["tied"] else name
-        parts = {
-            key: file.get_tensor(f"{name}.{key}") if f"{name}.{key}" in held else None for key in ("bias", "smoothing")
-        }
+        parts = {key: file.get_tensor(f"{name}.{key}") for key in facts["parts"]}
         if facts["tied"]:
-            codes, scale = model.get_submodule(source).weight, model.get_submodule(source).scale
+            source = model.get_submodule(manifest["embedding"]["name"])
+            codes, scale = source.weight, source.scale
         else:
             codes, scale = file.get_tensor(f"{name}.weight"), file.get_tensor(f"{name}.scale")
+        _check_shape(name, codes, model.get_submodule(name))
         kernel = facts["kernel"]  # asked for by name, and taken again where it can be
         if kernel is not None and isinstance(usable(kernel), str):
             kernel = None
         layer = Int8Linear(
-            codes, scale, parts["bias"], activations=facts["activations"], smoothing=parts["smoothing"], dtype=dtype,
-            kernel=kernel, keep_rows=facts["tied"],
-        )  # fmt: skip
+            codes, scale, activations=facts["activations"], dtype=dtype, kernel=kernel, keep_rows=facts["tied"], **parts
+        )
         model.set_submodule(name, layer)
-        held -= {f"{name}.{key}" for key in ("weight", "scale", "bias", "smoothing")}
     for group in manifest["groups"]:
         SharedInput([model.get_submodule(name) for name in group])
-    model.load_state_dict({name: file.get_tensor(name) for name in held}, strict=False, assign=True)
-    model.tie_weights()
+
+
+def _check_shape(name: str, codes: torch.Tensor, layer: torch.nn.Module) -> None:
+    """Codes stand as [out, in], the weights of GPT-2's layers the other way round."""
+    if sorted(codes.shape) != sorted(layer.weight.shape):
+        raise ModelNotFound(
+            f"{WEIGHTS} does not fit {CONFIG}: `{name}` is {list(codes.shape)} in one and {list(layer.weight.shape)} "
+            "in the other. Write the folder again with save_int8."
+        )
