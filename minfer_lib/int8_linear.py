@@ -74,8 +74,8 @@ class Int8Linear(nn.Module):
         if not x.is_floating_point():
             # some models bring the input to the dtype of the layer's weight first, and are wrong from there on
             raise UnsupportedModel(
-                f"A layer in int8 was given {x.dtype}: this model reads the dtype of its weights. Load it again and name "
-                "the layer in `skip` (the traceback shows which)."
+                f"A layer in int8 was given {x.dtype}: this model reads the dtype of its weights. Load it again and "
+                "name the layer in `skip` (the traceback shows which)."
             )
         if self.shared is None and self.partners:  # all of them have been moved or copied
             with PREPARING:
@@ -169,7 +169,7 @@ class Int8Linear(nn.Module):
         self._weights = self._kernel = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: prepared and shared forms hold addresses and views, and are made anew from the codes."""
+        """For copies and pickles: prepared and shared forms hold addresses and views; both are made anew there."""
         state = super().__getstate__().copy()
         if self.shared is not None:
             own = {"weight": self.codes().clone(), "scale": self.scale.clone()}
