@@ -9,7 +9,7 @@ feature gets, which decides how SmoothQuant shares the difficulty between activa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,7 @@ __all__ = [
     "zero_point_quantize",
 ]
 
+SLICE = 2**23  # weights that are turned into codes at a time
 HEAD = "lm_head"  # what `skip` calls the output layer, whatever a family of models calls it
 
 
@@ -237,7 +238,7 @@ def _check_finite(lm: LanguageModel, targets: dict[str, nn.Module], embedding: b
     if embedding:
         layers["the embedding"] = lm.model.get_input_embeddings()
     for name, layer in layers.items():
-        if layer.weight.numel() and not layer.weight.abs().amax().isfinite():
+        if layer.weight.numel() and not all(end.isfinite() for end in layer.weight.aminmax()):
             raise UnsupportedModel(
                 f"The weights of {name} in {lm.name} hold NaN or infinity, so there is no scale for them. The model is "
                 "damaged: fetch it again. Nothing was changed."
@@ -254,10 +255,7 @@ def _quantize_group(
         factors = smoothing_factors(group[0].peak, every, alpha)
     made = []
     for each in group:
-        weight = _matrix(each.layer).float()
-        quantized = (pair_safe_quantize if mode == "dynamic" else _per_channel)(
-            weight if factors is None else weight * factors
-        )
+        quantized = by_slices(pair_safe_quantize if mode == "dynamic" else _per_channel, _matrix(each.layer), factors)
         bias = each.layer.bias
         layer = Int8Linear(
             quantized.values.to(place), quantized.scale.to(place), None if bias is None else bias.to(place),
@@ -273,7 +271,7 @@ def _quantize_embedding(lm: LanguageModel, place: torch.device, head: str | None
     """Puts an `Int8Embedding` in the place of the embedding, and with `head` an output layer over the same codes."""
     old = lm.model.get_input_embeddings()
     # one grid for both uses; the embedding's rows are the output layer's channels
-    quantized = _per_channel(old.weight)
+    quantized = by_slices(_per_channel, old.weight)
     factor = getattr(old, "embed_scale", None)  # of Gemma and others, which multiply what they look up
     factor = None if factor is None else float(factor)
     made = Int8Embedding(
@@ -304,3 +302,17 @@ def _matrix(layer: nn.Module) -> torch.Tensor:
 
 def _per_channel(weight: torch.Tensor) -> Quantized:
     return absmax_quantize(weight, dim=-1)
+
+
+def by_slices(
+    quantize: Callable[[torch.Tensor], Quantized], weight: torch.Tensor, factors: torch.Tensor | None = None
+) -> Quantized:
+    """Quantises a matrix [out, in], times factors [in], in slices of rows: a float32 copy of it all would be large."""
+    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(len(weight), 1, device=weight.device)
+    step = max(1, SLICE // max(1, weight.shape[-1]))
+    for at in range(0, len(weight), step):
+        rows = weight[at : at + step].detach().float()
+        part = quantize(rows if factors is None else rows * factors)
+        values[at : at + step], scale[at : at + step] = part.values, part.scale
+    return Quantized(values, scale)
