@@ -1,4 +1,4 @@
-"""The engine from a shell: `python -m minfer_lib info | generate | chat | bench`.
+"""The engine from a shell: `python -m minfer_lib info | generate | chat | quantize | bench`.
 
 Invariant: standard output carries the answer (or the table, or the JSON) and nothing else; what is said about it goes
 to standard error. An error of this package is one sentence there and exit code 2, an interrupt is 130, and nobody sees
@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
 def add_answer_options(made: argparse.ArgumentParser) -> None:
     """What `generate` and `chat` have in common: the model, the engine, and how to sample."""
     add_model_options(made)
-    made.add_argument("--engine", choices=names(), default=newest(), help=f"default: the newest, {newest()}")
+    made.add_argument("--engine", choices=names(), default=newest(), help=f"default: {newest()}")
     made.add_argument("--system", metavar="TEXT", help="a system message in front of the conversation")
     made.add_argument("--max-tokens", type=int, default=256, help="longest answer, in tokens (default: %(default)s)")
     made.add_argument("--temperature", type=float, default=0.0, help="0, the default, always takes the likeliest token")
@@ -130,7 +130,7 @@ def load(args: argparse.Namespace) -> tuple[LanguageModel, Any]:
     from .loading import load_model
 
     lm = load_model(args.model, device=args.device, dtype=args.dtype)
-    return lm, make_engine(args.engine, lm)
+    return lm, make_engine(args.engine, lm, in_place=True)  # nobody needs the model as it was
 
 
 def generate(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """Measuring: the same workload, the same definitions and the same table for every engine and every baseline.
 
 Reading order: metrics (what the numbers mean), workloads, machine (what they were measured on), roofline (what they
-could be), baselines, hf_continuous, usage, verify, comparison, results, draw, rungs, articles; for requests that come
+could be), baselines, hf_continuous, usage, verify, comparison, results, draw, cheaper, rungs, articles; for requests that come
 over time arrivals, serving, latency; for what a cheaper model gets wrong quality_scores, quality_table. The engine
 imports none of this.
 

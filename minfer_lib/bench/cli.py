@@ -1,4 +1,4 @@
-"""The commands `info` and `bench` of `python -m minfer_lib`.
+"""The commands `info` and `bench` of `python -m minfer_lib`, and `quantize` with `int8_cli`.
 
 Invariant: `add_commands` needs neither torch nor transformers, so that --help is quick; what runs imports them.
 """
@@ -13,28 +13,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import BadEnvironment, InvalidParameter, one_of
+from .int8_cli import add_quality, add_quantize, kernel_lines
 from .rungs import find, ladder, names, newest
 
 if TYPE_CHECKING:
+    from .latency import LatencyCurve
+    from .quality_table import QualityTable
     from .results import Comparison
 
 PICTURES = (".svg", ".png", ".pdf")
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """--model, --device and --dtype, the arguments of `load_model`."""
+def add_model_options(parser: argparse.ArgumentParser, device: bool = True) -> None:
+    """--model, --device and --dtype, the arguments of `load_model`; without --device for what runs on the CPU."""
     parser.add_argument(
         "--model", metavar="NAME", help="hub id, folder, shape:NAME or tiny-random (default: MINFER_MODEL or SmolLM2)"
     )
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    if device:
+        parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU)")
 
 
 def add_commands(
     command: Callable[..., argparse.ArgumentParser], group: Callable[..., Callable[..., argparse.ArgumentParser]]
 ) -> None:
-    """Adds `info`, `bench ladder` and `bench show`: `command(name, run, text)` makes one, `group(name, text)` many."""
+    """Adds `info`, `quantize` and `bench ...`: `command(name, run, text)` makes one, `group(name, text)` many."""
     command("info", info, "what is installed, and what this machine can do")
+    add_model_options(add_quantize(command), device=False)
     bench = group("bench", "measure the engines")
     steps = bench("ladder", run_ladder, "all engines so far on one workload")
     add_model_options(steps)
@@ -44,15 +49,18 @@ def add_commands(
     steps.add_argument("--output-len", type=int, default=64, help="tokens of each answer (default: %(default)s)")
     steps.add_argument("--repeats", type=int, default=3, help="timed runs of each engine (default: %(default)s)")
     steps.add_argument("--memory", action="store_true", help="on a CPU: peak memory too, in a fresh process for each")
-    steps.add_argument("--json", metavar="FILE", help="keep the results, with where they come from")
+    kept = add_quality(bench)
+    add_model_options(kept)
+    for each in (steps, kept):
+        each.add_argument("--json", metavar="FILE", help="keep the results, with where they come from")
     shown = bench("show", show_results, "a table from kept results")
     shown.add_argument("file", help="as --json wrote it")
-    for each in (steps, shown):
-        each.add_argument("--svg", metavar="FILE", help="draw the bars to a file")
+    for each in (steps, kept, shown):
+        each.add_argument("--svg", metavar="FILE", help="draw the results to a file")
 
 
 def info(args: argparse.Namespace) -> int:
-    """Versions, device, model, and the read bandwidth that rooflines stand on."""
+    """Versions, device, model, the read bandwidth that rooflines stand on, and the int8 kernels."""
     import torch
 
     from .. import packaged
@@ -78,7 +86,8 @@ def info(args: argparse.Namespace) -> int:
         "default model": f"{packaged.MODEL_NAME}: {state}",
         "MINFER_MODEL": os.environ.get("MINFER_MODEL") or "not set",
         "cache": home_as_tilde(str(packaged.cache_root())),
-        "engines": f"{', '.join(names())} (the newest: {newest()})",
+        "engines": f"{', '.join(names())} (used by default: {newest()})",
+        **kernel_lines(device),
     }
     for name, value in lines.items():
         print(f"{name:<{max(map(len, lines))}}  {value}")
@@ -122,8 +131,8 @@ def show_results(args: argparse.Namespace) -> int:
     return 0
 
 
-def draw(found: Comparison, name: str | None) -> None:
-    """Draws the bars of a comparison to a file if one was named."""
+def draw(found: Comparison | LatencyCurve | QualityTable, name: str | None) -> None:
+    """Draws results to a file if one was named."""
     if name is not None:
         Path(name).absolute().parent.mkdir(parents=True, exist_ok=True)
         found.plot(save=name)

@@ -20,10 +20,13 @@ from typing import Protocol
 import torch
 
 from ..errors import InvalidParameter, MinferError
+from ..int8 import describe_int8
 from ..loading import LanguageModel
+from ..memory import measured_weight_bytes
 from ..params import SamplingParams
 from ..request import RequestOutput
-from .machine import provenance, read_bandwidth, synchronize
+from ..support import rounds_activations
+from .machine import provenance_of, read_bandwidth, synchronize, weights_name
 from .metrics import RunMetrics, measure, median
 from .results import Comparison, Row
 from .roofline import floor_ms
@@ -78,7 +81,8 @@ def compare(
     short_warm_up: warm up with two tokens a request (the prompts, one decode step) in place of the whole workload, for
       engines of which one run takes a minute on a CPU. Fast mode always does. A note below the table says so.
     memory: also measure peak resident memory on a CPU, which starts a fresh process for each engine. On CUDA the
-      peak is always there: torch's counter over the run, less the caches of the other engines in this comparison.
+      peak is always there: torch's counter over the run, less the caches of the other engines in this comparison and
+      the weights of models that only they run.
     reported: rows of somebody else's figures (see `articles.py`), set apart in the table.
     notes: lines to stand below the table.
     show: draw; in a notebook as HTML and a figure, elsewhere as text.
@@ -104,8 +108,7 @@ def compare(
         rows=[*rows, *reported],
         workload=workload.record(),
         provenance={
-            **provenance(lm.device, lm.dtype),
-            "model": lm.name,
+            **provenance_of(lm),
             "repeats": repeats,
             "bandwidth_gb_per_s": round(read_bandwidth(lm.device) / 1e9, 2),
         },
@@ -142,10 +145,16 @@ def checked_repeats(repeats: int) -> int:
 def doubts_of(each: Measured, first: Measured, workload: Workload) -> tuple[str, list[str]]:
     """How the tokens of one engine compare with the first one's: (a word for the table, warnings)."""
     lm = each.engine.lm
-    exact = lm is first.engine.lm and lm.dtype == torch.float32 and all(p.temperature == 0 for p in workload.params)
+    greedy = all(p.temperature == 0 for p in workload.params)
+    exact = lm is first.engine.lm and lm.dtype == torch.float32 and greedy and not _rounds(lm)
     verdict, doubts = judge_tokens(each.tokens, first.tokens[0], exact=exact)
     doubts += judge_lengths(each.tokens, workload.output_lens)
     return "" if verdict == SAME and each is first else verdict, list(dict.fromkeys(each.warnings + doubts))
+
+
+def _rounds(lm: LanguageModel) -> bool:
+    """Whether activations are rounded to codes, so that a difference in the last digit may become one of a step."""
+    return rounds_activations(lm.model) and (lm.quantization or {}).get("activations") != "none"
 
 
 def _generate(engine: Engine, workload: Workload) -> list[RequestOutput]:
@@ -190,6 +199,8 @@ def _row(each: Measured, all_measured: Sequence[Measured], workload: Workload) -
     floor = floor_ms(lm, metrics.concurrency, metrics.kv_tokens) if metrics.tpot_ms else None
     reserved, used = kv_memory(engine, metrics)
     others = sum(held_between_runs(other.engine) for other in all_measured if other is not each)
+    models = {id(other.engine.lm.model): other.engine.lm.model for other in all_measured}
+    others += sum(measured_weight_bytes(model) for model in models.values() if model is not lm.model)
     verdict, warnings = doubts_of(each, all_measured[0], workload)
     return Row(
         engine=each.name,
@@ -205,6 +216,7 @@ def _row(each: Measured, all_measured: Sequence[Measured], workload: Workload) -
         tokens=verdict,
         warnings=tuple(warnings),
         metrics=metrics,
+        weights=weights_name(lm),
     )
 
 
@@ -232,6 +244,10 @@ def _notes(measured: Sequence[Measured], repeats: int, short_warm_up: bool) -> l
         for each in measured
         if each.engine.lm is not first.engine.lm
     ]
+    quantised = {id(each.engine.lm): each.engine.lm for each in measured if each.engine.lm.quantization is not None}
+    for lm in quantised.values():
+        rows = ", ".join(each.name for each in measured if each.engine.lm is lm)
+        notes.append(f"{rows}: {describe_int8(lm)}")
     notes += [
         f"{each.name}: up to {each.aside_s:.1f} s a run for starting and stopping are not counted"
         for each in measured

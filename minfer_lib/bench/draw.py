@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, how a row's cell is written (empty if not known), and what the heading means."""
+    """A heading, how a row's cell is written (empty if not known), and what the heading means.
+
+    told_once: the title says it already if it is the same for all rows that were measured.
+    """
 
     heading: str
     cell: Callable[[Row], str]
     meaning: str = ""
+    told_once: bool = False
 
 
 def _number(value: float | None, digits: int | None = None) -> str:
@@ -60,6 +64,7 @@ def _peak(row: Row) -> str:
 
 
 COLUMNS = [
+    Column("weights", lambda r: r.weights, told_once=True),
     Column("TTFT ms", lambda r: _number(r.ttft_ms), "from arrival to the first token, median over the requests"),
     Column("TPOT ms", lambda r: _number(r.tpot_ms), "mean time between later tokens, median over the requests"),
     Column("tokens/s", lambda r: _number(r.tokens_per_s), "output tokens of all requests / wall time"),
@@ -74,8 +79,14 @@ COLUMNS = [
 
 
 def table(comparison: Comparison) -> tuple[list[Column], list[tuple[Row, list[str]]]]:
-    """The columns that somebody has a figure for, and each row with its cells."""
-    columns = [column for column in COLUMNS if any(column.cell(row) for row in comparison.rows)]
+    """The columns that somebody has a figure for and that tell something, and each row with its cells."""
+    measured = [row for row in comparison.rows if row.kind == "measured"]
+    columns = [
+        column
+        for column in COLUMNS
+        if any(column.cell(row) for row in comparison.rows)
+        and not (column.told_once and len({column.cell(row) for row in measured}) == 1)
+    ]
     return columns, [(row, [column.cell(row) for column in columns]) for row in comparison.rows]
 
 
@@ -101,7 +112,7 @@ def footnotes(comparison: Comparison, columns: list[Column]) -> list[str]:
             "after the imports, before the model"
         )
     elif any(row.peak_bytes for row in comparison.rows if row.kind == "measured"):
-        lines.append("peak memory: torch's CUDA counter during the run, less the KV caches of the other engines")
+        lines.append("peak memory: torch's CUDA counter during the run, less caches and weights of other rows alone")
     versions = [f"{key} {facts[key]}" for key in ("python", "torch", "transformers") if facts.get(key)]
     commit = f"commit {facts['commit']}" if facts.get("commit") else "no commit"
     lines.append(", ".join([*versions, commit, facts["date"]]))

@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import InvalidParameter, one_of
 from .arrivals import poisson_arrivals
 from .comparison import Engine, checked_repeats, doubts_of, failures, named
-from .machine import provenance
+from .machine import provenance_of
 from .metrics import RunMetrics, median
 from .results import metrics_of, save, sealed, title_of, unsealed
 from .serving import serve
@@ -249,6 +249,6 @@ def latency_curve(
     return LatencyCurve(
         points=points,
         workload=workload.record() | {"seed": seed},
-        provenance={**provenance(lm.device, lm.dtype), "model": lm.name, "repeats": repeats},
+        provenance={**provenance_of(lm), "repeats": repeats},
         notes=tuple(notes),
     )

@@ -16,10 +16,14 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from .settings import fast_mode
+
+if TYPE_CHECKING:
+    from ..loading import LanguageModel
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -48,6 +52,11 @@ def provenance(device: torch.device | str = "cpu", dtype: torch.dtype | None = N
     }
 
 
+def provenance_of(lm: LanguageModel) -> dict[str, object]:
+    """`provenance` where a model is, with two more keys: model, its name, and weights, as `weights_name` says it."""
+    return {**provenance(lm.device, lm.dtype), "model": lm.name, "weights": weights_name(lm)}
+
+
 def machine_name(facts: dict[str, object]) -> str:
     """One line out of a provenance: the GPU, or the CPU with the threads in use."""
     return str(facts["gpu"] or f"{facts['cpu']}, {facts['threads']} threads")
@@ -56,6 +65,23 @@ def machine_name(facts: dict[str, object]) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` rather than `torch.float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+def weights_name(lm: LanguageModel) -> str:
+    """What a model's weights are kept in: `float32`, or `int8 dynamic, rest float32`, where rest is its dtype.
+
+    After "int8" stands what happens to activations, then what else than the usual layers is in int8 or is not.
+    """
+    dtype = dtype_name(lm.dtype)
+    if (options := lm.quantization) is not None:
+        kind = "int8 " + ("dynamic" if options["activations"] == "dynamic" else "weight-only")
+        kind += "".join([" + head"] * ("lm_head" not in options["skip"]) + [" + embedding"] * options["embedding"])
+        kind += "".join(f" - {name}" for name in options["skip"] if name != "lm_head")
+    elif any(type(module).__name__ == "Linear8bitLt" for module in lm.model.modules()):
+        kind = "bitsandbytes int8"
+    else:
+        return dtype
+    return f"{kind}, rest {dtype}"
 
 
 def cpu_name() -> str:

@@ -7,11 +7,15 @@ others before, memory that was freed but not given back to the system, and every
 
 On a CPU the figure is resident memory as the operating system counts it: Python, PyTorch and the weights are in it,
 nothing is subtracted, and what the process held after its imports is reported beside it. On Linux the kernel's mark
-is lowered once the model is loaded, so that the peak is that of generating and not that of reading a file.
+is lowered once the model is loaded (and quantised), so that the peak is that of generating and not that of reading a
+file.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import inspect
 import json
 import os
@@ -23,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidParameter, MinferError
+from ..int8 import quantize_int8
 from ..loading import load_model
 from ..memory import measured_weight_bytes
 from ..params import SamplingParams
@@ -42,14 +47,16 @@ class PeakMemory:
 def peak_memory(engine: Any, workload: Workload, timeout_s: float = 1800) -> PeakMemory:
     """Peak resident memory of a copy of `engine`, made in a fresh process on the CPU, over a workload.
 
-    Raises `MinferError` if the engine or its model cannot be made again there (a model that was changed after it was
-    loaded, an engine defined in a notebook), or with the last line of what that process said if it failed.
+    A model that `quantize_int8` made is quantised again there, before the figure counts. Raises `MinferError` if the
+    engine or its model cannot be made again (a model that was changed otherwise after it was loaded, an engine defined
+    in a notebook), or with the last line of what that process said if it failed.
     """
     lm = engine.lm
     job = {
         "engine": recipe(engine),
         "model": lm.model.config._name_or_path or lm.name,  # the folder or hub id it came from, else a name of ours
         "dtype": dtype_name(lm.dtype),
+        "quantization": lm.quantization,
         "weight_bytes": measured_weight_bytes(lm.model),
         "prompts": workload.prompts,
         "max_tokens": [params.max_tokens for params in workload.params],
@@ -121,6 +128,13 @@ def lower_peak() -> bool:
     return True
 
 
+def give_back() -> None:
+    """Returns memory that was freed to the system: what loading and quantising needed is not the engine's."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # of glibc; other systems have no such call
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _status_bytes(key: str) -> int | None:
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -136,9 +150,12 @@ def main() -> None:
     make = getattr(import_module(recipe["module"]), recipe["cls"])
     base = resident_bytes()
     lm = load_model(job["model"], device="cpu", dtype=job["dtype"])
+    if job["quantization"] is not None and lm.quantization is None:  # a folder of save_int8 is in int8 already
+        lm = quantize_int8(lm, **job["quantization"], progress=False)
     if measured_weight_bytes(lm.model) != job["weight_bytes"]:
         raise SystemExit(f"{lm.name} was changed after it was loaded, so that its name does not bring it back")
     engine = make(lm, **recipe["options"])
+    give_back()
     loaded = resident_bytes()
     lower_peak()
     engine.generate(job["prompts"], [SamplingParams(max_tokens=n, ignore_eos=True) for n in job["max_tokens"]])

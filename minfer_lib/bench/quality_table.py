@@ -23,7 +23,7 @@ from ..errors import InvalidParameter, one_of
 from ..loading import LanguageModel
 from ..memory import measured_weight_bytes
 from .draw import aligned, keep
-from .machine import dtype_name, provenance
+from .machine import dtype_name, provenance_of
 from .quality_scores import perplexity_of, scores, windows_of
 from .results import save, sealed, title_of, unsealed
 from .settings import FAST_LABEL
@@ -218,6 +218,6 @@ def quality(
     return QualityTable(
         rows=rows,
         workload=workload,
-        provenance={**provenance(first.device, first.dtype), "model": first.name},
+        provenance=provenance_of(first),
         notes=(f"means over {count:,} predictions", *([FAST_LABEL] if workload["fast"] else [])),
     )

@@ -1,4 +1,4 @@
-"""What a comparison found, as data: rows with provenance, to JSON and back. Latency curves are kept the same way.
+"""What a comparison found, as data: rows with provenance, to JSON and back. Other results are kept the same way.
 
 Invariant: a figure never travels without where it comes from. A file holds the rows, the workload, the machine and the
 versions, a schema version and a hash of all that, so that a figure edited by hand is noticed when it is read. Tables
@@ -23,6 +23,7 @@ from .metrics import RunMetrics
 
 if TYPE_CHECKING:
     from .latency import LatencyCurve
+    from .quality_table import QualityTable
 
 SCHEMA = 1
 KIND = "minfer benchmark"
@@ -52,6 +53,7 @@ class Row:
     tokens: str = ""  # how its tokens compare with the first row's
     warnings: tuple[str, ...] = ()
     metrics: RunMetrics | None = None  # the whole record that the figures above are taken from
+    weights: str = ""  # what those of its model are kept in, as `machine.weights_name` says it; "" in older files
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,7 +85,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """One line: model, dtype, workload, machine, and whether it was recorded elsewhere."""
+        """One line: model, weights, workload, machine, and whether it was recorded elsewhere."""
         return title_of(self.workload, self.provenance, self.recorded)
 
     def plot(self, save: str | os.PathLike[str] | None = None) -> Any:
@@ -111,7 +113,8 @@ class Comparison:
 
 def title_of(workload: dict[str, Any], facts: dict[str, Any], recorded: bool) -> str:
     """The line above a result of either kind, from its workload and its provenance."""
-    line = f"{facts['model']} in {facts['dtype']}: {workload['description']}; {machine_name(facts)}"
+    weights = facts.get("weights") or facts["dtype"]  # older files do not tell them apart
+    line = f"{facts['model']} in {weights}: {workload['description']}; {machine_name(facts)}"
     return f"Recorded on {str(facts['date'])[:10]}. {line}" if recorded else line
 
 
@@ -191,7 +194,7 @@ def metrics_of(values: dict[str, Any]) -> RunMetrics:
     return RunMetrics(**{**values, **{key: tuple(values[key]) for key in ("prompt_len", "output_len")}})
 
 
-def save(results: Comparison | LatencyCurve, path: str | os.PathLike[str]) -> Path:
+def save(results: Comparison | LatencyCurve | QualityTable, path: str | os.PathLike[str]) -> Path:
     """Write results as JSON; the file appears whole or not at all. Returns the path."""
     data = to_dict(results) if isinstance(results, Comparison) else results.to_dict()
     return write_whole(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
@@ -213,7 +216,7 @@ def write_whole(path: str | os.PathLike[str], text: str) -> Path:
     return path
 
 
-def load(path: str | os.PathLike[str]) -> Comparison | LatencyCurve:
+def load(path: str | os.PathLike[str]) -> Comparison | LatencyCurve | QualityTable:
     """Read results that `save` wrote. Raises `InvalidParameter` if there are none or they were changed by hand."""
     path = Path(path)
     try:
@@ -222,14 +225,15 @@ def load(path: str | os.PathLike[str]) -> Comparison | LatencyCurve:
         raise InvalidParameter(
             f"Results were to be read from {path.name!r}, which is not there or is no JSON: {error}."
         ) from error
-    from . import latency
+    from . import latency, quality_table
 
-    if isinstance(data, dict) and data.get("kind") == latency.KIND:
-        return latency.from_dict(data, path.name)
+    for module in (latency, quality_table):
+        if isinstance(data, dict) and data.get("kind") == module.KIND:
+            return module.from_dict(data, path.name)
     return from_dict(data, path.name)
 
 
-def load_recorded(name: str) -> Comparison | LatencyCurve:
+def load_recorded(name: str) -> Comparison | LatencyCurve | QualityTable:
     """A run that is kept with the project, by its name: `load_recorded("h200_ladder")` reads results/h200_ladder.json.
 
     Looked for beside the notebooks, wherever the caller stands: ./results, ./notebooks/results, and the same folder

@@ -27,7 +27,8 @@ class Rung:
 
     name: for the command line. label: its row's name in tables. target: "module:Class" inside this package, imported
     only when the engine is made. options: keyword arguments of the class. chapter: that introduces it; 0 for the
-    baselines. in_ladder: whether it is a row of the ladder, or a variant of one.
+    baselines. in_ladder: whether it is a row of the ladder, or a variant of one. weights: "module:function" that makes
+    the model it runs, with other weights, from the one that is given; empty: it runs that one.
     """
 
     name: str
@@ -36,16 +37,31 @@ class Rung:
     options: dict[str, Any]
     chapter: int
     in_ladder: bool = True
+    weights: str = ""
 
     @property
     def is_baseline(self) -> bool:
         return self.chapter == 0
 
-    def make(self, lm: LanguageModel, **options: Any) -> Any:
-        """The engine over a model; `options` override those of the rung."""
-        module, _, attribute = self.target.partition(":")
-        cls: Callable[..., Any] = getattr(import_module(f"..{module}", __package__), attribute)
-        return cls(lm, **{**self.options, **options})
+    def make(self, lm: LanguageModel, *, in_place: bool = False, **options: Any) -> Any:
+        """The engine over a model; `options` override those of the rung.
+
+        A rung with other weights makes a copy of the model to change, unless with `in_place` it may change the model.
+        """
+        if not self.weights:
+            return _named(self.target)(lm, **{**self.options, **options})
+        engine = _named(self.target)(_named(self.weights)(lm, in_place=in_place), **{**self.options, **options})
+        engine.name = self.label  # the class is that of another rung
+        return engine
+
+
+def _named(target: str) -> Callable[..., Any]:
+    """What "module:name" stands for inside this package."""
+    module, _, attribute = target.partition(":")
+    return getattr(import_module(f"..{module}", __package__), attribute)
+
+
+SLOTS = {"kv_cache": "slots"}
 
 
 RUNGS: list[Rung] = [
@@ -55,8 +71,11 @@ RUNGS: list[Rung] = [
     Rung("naive", "naive", "naive:NaiveEngine", {}, chapter=2),
     Rung("cached-hf", "cached (HF cache)", "cached:CachedEngine", {"cache": "hf"}, chapter=3, in_ladder=False),
     Rung("cached", "cached", "cached:CachedEngine", {"cache": "own"}, chapter=3),
-    Rung("slots", "slots", "engine:LLMEngine", {"kv_cache": "slots"}, chapter=4),
-]
+    Rung("slots", "slots", "engine:LLMEngine", SLOTS, chapter=4),
+    Rung("int8", "int8", "engine:LLMEngine", SLOTS, chapter=5, weights="bench.cheaper:int8"),
+    Rung("bnb-int8", "bitsandbytes int8", "engine:LLMEngine", SLOTS, chapter=0, in_ladder=False,
+         weights="bench.cheaper:bitsandbytes"),
+]  # fmt: skip
 
 
 def names(*, baselines: bool = True) -> list[str]:
@@ -65,8 +84,11 @@ def names(*, baselines: bool = True) -> list[str]:
 
 
 def newest() -> str:
-    """The name of the engine that the package has got to: what the command line uses unless told otherwise."""
-    return names(baselines=False)[-1]
+    """The engine that the package has got to, over the model as it is: what the command line uses by default.
+
+    Answers are the model's own there; those of other weights have to be asked for.
+    """
+    return [rung.name for rung in RUNGS if not rung.is_baseline and not rung.weights][-1]
 
 
 def find(name: str) -> Rung:
@@ -77,9 +99,12 @@ def find(name: str) -> Rung:
     raise InvalidParameter(f"The engine {name!r} was asked for; there are {one_of(names())}.")
 
 
-def make_engine(name: str, lm: LanguageModel, **options: Any) -> Any:
-    """The engine of that name over a model, e.g. `make_engine("cached", lm)`."""
-    return find(name).make(lm, **options)
+def make_engine(name: str, lm: LanguageModel, *, in_place: bool = False, **options: Any) -> Any:
+    """The engine of that name over a model, e.g. `make_engine("cached", lm)`.
+
+    "int8" runs on a copy of the model (`engine.lm`), unless with `in_place` the model itself may be quantised.
+    """
+    return find(name).make(lm, in_place=in_place, **options)
 
 
 def ladder(
