@@ -201,7 +201,8 @@ void int8_dynamic(const layer *l, const void *x, void *out, int64_t m, int dtype
             else int_tile1(codes + r * k, w, k, sums);
             for (int64_t i = 0; i < rows; i++)
                 for (int64_t c = 0; c < COLUMNS; c++) {
-                    float y = (float)(sums[i * COLUMNS + c] - l->sums[first + c]) * row_scale[r + i] * l->scale[first + c];
+                    /* the scale of the weights first: with that of a huge token the sum could pass beyond float32 */
+                    float y = (float)(sums[i * COLUMNS + c] - l->sums[first + c]) * l->scale[first + c] * row_scale[r + i];
                     write(out, dtype, (r + i) * n + first + c, l->bias ? y + l->bias[first + c] : y);
                 }
         }
