@@ -17,9 +17,7 @@ from .int8_cli import add_quality, add_quantize, kernel_lines
 from .rungs import find, ladder, names, newest
 
 if TYPE_CHECKING:
-    from .latency import LatencyCurve
-    from .quality_table import QualityTable
-    from .results import Comparison
+    from .results import Results
 
 PICTURES = (".svg", ".png", ".pdf")
 
@@ -126,14 +124,16 @@ def show_results(args: argparse.Namespace) -> int:
     from .results import load
 
     found = load(args.file)
-    print(found)
     draw(found, args.svg)
+    print(found)
     return 0
 
 
-def draw(found: Comparison | LatencyCurve | QualityTable, name: str | None) -> None:
-    """Draws results to a file if one was named."""
+def draw(found: Results, name: str | None) -> None:
+    """Draws results to a file if one was named. Raises `InvalidParameter` for those that have no picture."""
     if name is not None:
+        if not hasattr(found, "plot"):
+            raise InvalidParameter(f"A picture was to be drawn to {name!r}: these results are tables only.")
         Path(name).absolute().parent.mkdir(parents=True, exist_ok=True)
         found.plot(save=name)
 

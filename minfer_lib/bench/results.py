@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ..errors import InvalidParameter, one_of
 from .machine import PACKAGE, machine_name
@@ -23,7 +23,10 @@ from .metrics import RunMetrics
 
 if TYPE_CHECKING:
     from .latency import LatencyCurve
+    from .measurements import Measurements
     from .quality_table import QualityTable
+
+    Results: TypeAlias = "Comparison | LatencyCurve | QualityTable | Measurements"
 
 SCHEMA = 1
 KIND = "minfer benchmark"
@@ -194,7 +197,7 @@ def metrics_of(values: dict[str, Any]) -> RunMetrics:
     return RunMetrics(**{**values, **{key: tuple(values[key]) for key in ("prompt_len", "output_len")}})
 
 
-def save(results: Comparison | LatencyCurve | QualityTable, path: str | os.PathLike[str]) -> Path:
+def save(results: Results, path: str | os.PathLike[str]) -> Path:
     """Write results as JSON; the file appears whole or not at all. Returns the path."""
     data = to_dict(results) if isinstance(results, Comparison) else results.to_dict()
     return write_whole(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
@@ -216,7 +219,7 @@ def write_whole(path: str | os.PathLike[str], text: str) -> Path:
     return path
 
 
-def load(path: str | os.PathLike[str]) -> Comparison | LatencyCurve | QualityTable:
+def load(path: str | os.PathLike[str]) -> Results:
     """Read results that `save` wrote. Raises `InvalidParameter` if there are none or they were changed by hand."""
     path = Path(path)
     try:
@@ -225,15 +228,15 @@ def load(path: str | os.PathLike[str]) -> Comparison | LatencyCurve | QualityTab
         raise InvalidParameter(
             f"Results were to be read from {path.name!r}, which is not there or is no JSON: {error}."
         ) from error
-    from . import latency, quality_table
+    from . import latency, measurements, quality_table
 
-    for module in (latency, quality_table):
+    for module in (latency, quality_table, measurements):
         if isinstance(data, dict) and data.get("kind") == module.KIND:
             return module.from_dict(data, path.name)
     return from_dict(data, path.name)
 
 
-def load_recorded(name: str) -> Comparison | LatencyCurve | QualityTable:
+def load_recorded(name: str) -> Results:
     """A run that is kept with the project, by its name: `load_recorded("h200_ladder")` reads results/h200_ladder.json.
 
     Looked for beside the notebooks, wherever the caller stands: ./results, ./notebooks/results, and the same folder
