@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from .errors import InvalidParameter, MinferError, ModelNotFound
+from .errors import InvalidParameter, ModelNotFound
 from .int8_kernels import usable
 from .int8_linear import Int8Embedding, Int8Linear, SharedInput
 from .loading import DTYPES, TOKENIZER_FILES, LanguageModel
@@ -95,9 +95,9 @@ def load_int8(folder: Path, device: torch.device, dtype: torch.dtype | None = No
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False) if has_files else None
         with safe_open(folder / WEIGHTS, framework="pt", device=str(device)) as file:
             _fill(model, manifest, file, saved, precision)
-    except MinferError:
+    except (torch.OutOfMemoryError, MemoryError, ModelNotFound):
         raise
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, SafetensorError, RuntimeError) as error:
+    except Exception as error:  # json, safetensors and the validators of configs raise kinds of their own
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise ModelNotFound(
             f"The int8 model in {folder.name} could not be loaded: {reason}. Its {MANIFEST}, {WEIGHTS} and {CONFIG} "

@@ -60,6 +60,9 @@ class Int8Linear(nn.Module):
                 f"Weights of {weight.dtype} {list(weight.shape)} were given: int8 codes [out, in] are needed."
             )
         self.out_features, self.in_features = weight.shape
+        for name, part, size in (("scale", scale, 0), ("bias", bias, 0), ("smoothing", smoothing, 1)):
+            if part is not None and part.numel() != weight.shape[size]:  # kernels would read beyond its end
+                raise InvalidParameter(f"{name} has {part.numel()} numbers: it must have {weight.shape[size]}.")
         self.activations, self.kernel_name, self.dtype, self.keep_rows = activations, kernel, dtype, keep_rows
         self.shared: SharedInput | None = None  # with the layers that read the same input
         self.partners: list[Int8Linear] = []  # those layers, this one too, while they stand apart
@@ -272,6 +275,8 @@ class Int8Embedding(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.num_embeddings, self.embedding_dim = weight.shape
+        if scale.numel() != self.num_embeddings:
+            raise InvalidParameter(f"scale has {scale.numel()} numbers: it must have {self.num_embeddings}.")
         self.padding_idx, self.dtype, self.factor = padding_idx, dtype, factor
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale.detach().float().reshape(-1))

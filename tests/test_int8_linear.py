@@ -110,6 +110,9 @@ def test_weights_that_are_not_pair_safe_are_right_too(size: int):
         dict(weight=torch.ones(3, dtype=torch.int8)),
         dict(activations="static"),
         dict(activations=None),
+        dict(scale=torch.ones(3)),
+        dict(bias=torch.ones(3)),
+        dict(smoothing=torch.ones(2)),
     ],
 )
 def test_what_cannot_be_a_layer(arguments: dict):
