@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from minfer_lib import __main__ as cli
-from minfer_lib import packaged
+from minfer_lib import int8_kernels, packaged, quantize_int8
+from minfer_lib.bench import provenance
 from minfer_lib.bench.cli import home_as_tilde
+from minfer_lib.bench.measurements import Measurements
 from minfer_lib.bench.rungs import RUNGS, make_engine, newest
 from minfer_lib.conversation import fitting
 from minfer_lib.errors import GenerationFailed, MinferError, PromptTooLong
@@ -176,6 +178,9 @@ def test_a_model_without_tokenizer_takes_and_gives_ids(lm, run, monkeypatch):
         (["bench", "ladder", *TINY, "--engines", "warp"], "'warp'"),
         (["bench", "ladder", *TINY, "--batch", "0"], "start at 1"),
         (["bench", "show", "no-such-file.json"], "no-such-file.json"),
+        (["bench", "quality", *TINY, "--tokens", "1"], "tokens=1"),
+        (["bench", "quality", *TINY, "--window", "9999"], "window=9999"),
+        (["quantize", "int8-model", "--model", "tiny-random", "--keep", "no_such_proj"], "'no_such_proj' names no"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(run, arguments, complaint):
@@ -194,6 +199,9 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(run, arguments, complaint):
         ["bench", "ladder", "--engines", "warp"],
         ["bench", "ladder", "--svg", "bars.jpeg2"],
         ["bench", "show", "no-such-file.json", "--svg", "bars"],
+        ["bench", "quality", "--json", "tests"],
+        ["quantize", "README.md"],
+        ["quantize", "int8-model", "--model", "no-such-model"],
     ],
 )
 def test_what_can_be_told_without_torch_is_told_before_it_is_loaded(arguments):
@@ -436,3 +444,136 @@ def test_ladder_is_printed_kept_and_drawn(run, tmp_path, monkeypatch):
     assert (tmp_path / "new" / "run.svg").read_text().startswith("<?xml")
     code, shown, _ = run("bench", "show", str(tmp_path / "run.json"))
     assert code == 0 and shown.startswith("Recorded on ") and shown.split("\n")[1:] == out.split("\n")[1:]
+
+
+# -- int8 -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_quantised_folder_answers_as_the_quantised_model(run, tmp_path):
+    code, out, err = run("quantize", str(tmp_path / "int8"), "--model", "tiny-random")
+    assert code == 0 and out == f"{tmp_path / 'int8'}\n"
+    assert err.startswith("tiny-random: 14 layers in int8") and "activations 'dynamic'" in err and err.count("\n") == 1
+    lm = quantize_int8(load_model("tiny-random", device="cpu"), progress=False)
+    said = run("generate", "Hello", "--model", str(tmp_path / "int8"), "--device", "cpu", "--max-tokens", "12")[1]
+    assert said == expected(lm, lm.chat("Hello"), max_tokens=12) + "\n"
+    code, out, _ = run("quantize", str(tmp_path / "int8"), "--model", "tiny-random", "--dtype", "bfloat16")
+    assert code == 0 and load_model(tmp_path / "int8", device="cpu").quantization["activations"] == "dynamic"
+
+
+@pytest.mark.parametrize(
+    ("options", "quantization"),
+    [
+        (["--all", "--activations", "none"], {"activations": "none", "skip": [], "embedding": True}),
+        (["--keep", "down_proj", "--keep", "layers.0"], {"skip": ["lm_head", "down_proj", "layers.0"]}),
+    ],
+)
+def test_what_is_to_be_quantised_can_be_said(run, tmp_path, options, quantization):
+    assert run("quantize", str(tmp_path / "int8"), "--model", "tiny-random", *options)[0] == 0
+    made = load_model(tmp_path / "int8", device="cpu").quantization
+    assert made.items() >= quantization.items()
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("a file", "is a file"),
+        ("a file/int8", "which is a file"),
+        ("full", "holds something else"),
+        ("locked/int8", "may not be written"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_refused_before_loading(run, tmp_path, monkeypatch, name, complaint):
+    def loaded(*args, **options):
+        raise AssertionError("loaded in vain")
+
+    monkeypatch.setattr("minfer_lib.loading.load_model", loaded)
+    (tmp_path / "a file").write_text("")
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("")
+    may = os.access  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: may(path, mode) and "locked" not in str(path))
+    code, out, err = run("quantize", str(tmp_path / name), "--model", "tiny-random")
+    assert code == 2 and out == "" and complaint in err and err.count("\n") == 1
+
+
+def test_int8_on_the_command_line_needs_no_second_model(run, monkeypatch):
+    def copied(*args):
+        raise AssertionError("copied in vain")
+
+    monkeypatch.setattr("minfer_lib.bench.cheaper.copied", copied)
+    code, out, err = run("generate", "Hello", *TINY, "--engine", "int8", "--max-tokens", "12", "--stats")
+    lm = quantize_int8(load_model("tiny-random", device="cpu"), progress=False)
+    assert code == 0 and out == expected(lm, lm.chat("Hello"), max_tokens=12) + "\n" and "(int8: 12 tokens" in err
+
+
+def test_bitsandbytes_on_the_command_line(run):
+    pytest.importorskip("bitsandbytes")
+    code, out, err = run("generate", "Hello", *TINY, "--engine", "bnb-int8", "--max-tokens", "12", "--stats")
+    assert code == 0 and len(out) > 5 and "(bitsandbytes int8: 12 tokens" in err
+
+
+def test_quality_is_printed_kept_and_drawn(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("MINFER_FAST", "1")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    files = ["--json", str(tmp_path / "quality.json"), "--svg", str(tmp_path / "quality.svg")]
+    code, out, err = run("bench", "quality", *TINY, "--tokens", "64", "--window", "32", *files)
+    assert code == 0 and "fast mode" in out and err.startswith("bitsandbytes int8 left out: ") and err.count("\n") == 1
+    names = [line.split("  ")[0] for line in out.split("\n")[3:6]]
+    assert names == ["float32", "int8 dynamic", "int8 weight-only"]
+    assert (tmp_path / "quality.svg").read_text().startswith("<?xml")
+    code, shown, _ = run("bench", "show", str(tmp_path / "quality.json"), "--svg", str(tmp_path / "again.svg"))
+    assert code == 0 and shown.startswith("Recorded on ") and shown.split("\n")[1:] == out.split("\n")[1:]
+    assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "quality.svg").read_bytes()
+
+
+def test_quality_compares_with_bitsandbytes_where_it_is(run):
+    pytest.importorskip("bitsandbytes")
+    code, out, err = run("bench", "quality", *TINY, "--tokens", "32", "--window", "16")
+    assert code == 0 and err == "" and "\nbitsandbytes int8 " in out
+
+
+def test_quality_needs_a_text_and_a_model_as_it_was(lm, run, monkeypatch):
+    def load_ids_only(*args, **options):
+        return LanguageModel.of(lm.model, None, "ids only")
+
+    def load_int8(*args, **options):
+        return quantize_int8(load_model("tiny-random", device="cpu"), progress=False)
+
+    for load, complaint in ((load_ids_only, "has no tokenizer"), (load_int8, "is quantised already")):
+        with monkeypatch.context() as patch:
+            patch.setattr("minfer_lib.loading.load_model", load)
+            code, out, err = run("bench", "quality", "--tokens", "32", "--window", "16")
+        assert code == 2 and out == "" and complaint in err and err.count("\n") == 1
+
+
+def test_tables_without_a_picture_are_shown_and_not_drawn(run, tmp_path):
+    facts = {**provenance("cpu"), "model": "tiny-random"}
+    Measurements({"ms": {"columns": ["bf16"], "rows": {"1 row": [2.5]}}}, facts).save(tmp_path / "t.json")
+    code, out, _ = run("bench", "show", str(tmp_path / "t.json"))
+    assert code == 0 and "1 row" in out and "2.50" in out
+    code, out, err = run("bench", "show", str(tmp_path / "t.json"), "--svg", str(tmp_path / "t.svg"))
+    assert code == 2 and out == "" and "these results are tables only" in err and err.count("\n") == 1
+
+
+def test_info_lists_the_int8_kernels(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("MINFER_FAST", "1")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    usable = int8_kernels.usable
+
+    def without(name):
+        return f"`{tmp_path}/cc` failed" if name == "compiled" else usable(name)
+
+    for function in (int8_kernels.timings, usable):
+        function.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(int8_kernels, "usable", without)
+        out = run("info")[1]
+    int8_kernels.timings.cache_clear()
+    lines = {line.partition("  ")[0]: line for line in out.splitlines()}
+    assert lines["int8 without compiled"].endswith("  `~/cc` failed") and "used by default: slots" in lines["engines"]
+    for kind in ("int8 dynamic, float32", "int8 weight-only, bfloat16"):
+        times = dict(re.findall(r"(\w+\*?) ([\d,]+)(?:,|$)", lines[kind].removeprefix(kind)))
+        assert "compiled" not in str(times) and sum(name.endswith("*") for name in times) == 1
+        fastest = min(times, key=lambda name: int(times[name].replace(",", "")))
+        assert fastest.endswith("*") and "portable" in {name.rstrip("*") for name in times}
