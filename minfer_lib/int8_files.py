@@ -154,11 +154,18 @@ def _parts(lm: LanguageModel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 def _fill(model: Any, manifest: dict[str, Any], file: Any, saved: torch.dtype, dtype: torch.dtype) -> None:
     """Puts every tensor of an empty model into its place, those saved as `saved` in `dtype`, then the int8 layers."""
+
+    def read(name: str) -> torch.Tensor:
+        """From the file into memory of its own: a view of the file may begin at any byte, and sums of floats depend on
+        how their numbers are aligned."""
+        tensor = file.get_tensor(name)
+        return tensor.clone() if tensor.device.type == "cpu" else tensor
+
     held = set(file.keys())
     own = [*manifest["linear"], *([manifest["embedding"]["name"]] if manifest["embedding"] else [])]
     plain = {}
     for name in held - {f"{layer}.{key}" for layer in own for key in ("weight", "scale", "bias", "smoothing")}:
-        tensor = file.get_tensor(name)
+        tensor = read(name)
         plain[name] = tensor.to(dtype) if tensor.dtype == saved else tensor
     keys = model.load_state_dict(plain, strict=False, assign=True)
     buffers = {name for name, _ in model.named_buffers()}  # they stand there already, with values of their own
@@ -171,18 +178,18 @@ def _fill(model: Any, manifest: dict[str, Any], file: Any, saved: torch.dtype, d
         name = embedding["name"]
         old = model.get_submodule(name)
         made = Int8Embedding(
-            file.get_tensor(f"{name}.weight"), file.get_tensor(f"{name}.scale"), dtype,
+            read(f"{name}.weight"), read(f"{name}.scale"), dtype,
             padding_idx=getattr(old, "padding_idx", None), factor=embedding["factor"],
         )  # fmt: skip
         _check_shape(name, made.weight, old)
         model.set_submodule(name, made)
     for name, facts in manifest["linear"].items():
-        parts = {key: file.get_tensor(f"{name}.{key}") for key in facts["parts"]}
+        parts = {key: read(f"{name}.{key}") for key in facts["parts"]}
         if facts["tied"]:
             source = model.get_submodule(manifest["embedding"]["name"])
             codes, scale = source.weight, source.scale
         else:
-            codes, scale = file.get_tensor(f"{name}.weight"), file.get_tensor(f"{name}.scale")
+            codes, scale = read(f"{name}.weight"), read(f"{name}.scale")
         _check_shape(name, codes, model.get_submodule(name))
         kernel = facts["kernel"]  # asked for by name, and taken again where it can be
         if kernel is not None and isinstance(usable(kernel), str):
