@@ -5,6 +5,7 @@ their own: the one test that pytest finds there starts pytest on this file again
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,35 @@ if not HERE:
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
         assert " passed" in done.stdout
 
+    @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+    @pytest.mark.parametrize("block_m, block_k", [(64, 128), (128, 64), (256, 64)])
+    def test_a_step_waits_for_the_matrix_units_of_hopper(block_m, block_k, dtype):
+        """Compiled for an H100 without one: every wait is for all of the products that were started, not for some.
+
+        A wrong product is a matter of luck on the GPU; that nothing waits for it can be read in the program.
+        """
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource, compile
+        from triton.language import bfloat16, float16
+
+        from minfer_lib.kernels.int8_products import dot_kernel
+
+        pointers = {"x": dtype, "weight": "i8", "scale_ptr": "fp32", "bias_ptr": dtype, "out_ptr": dtype}
+        constants = dict(BLOCK_N=64, BLOCK_M=block_m, BLOCK_K=block_k, MASK_K=False, HAS_BIAS=False, PARTIAL=False)
+        constants |= dict(DOT_DTYPE={"bf16": bfloat16, "fp16": float16}[dtype], COPY_ENGINE=False, ASYNCHRONOUS=True)
+        names = dot_kernel.arg_names
+        types = {name: "*" + pointers[name] if name in pointers else "i32" for name in names if name not in constants}
+        source = ASTSource(
+            fn=dot_kernel,
+            signature=types | dict.fromkeys(constants, "constexpr"),
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "n", "k", "k_per_split")},
+        )
+        compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 3})
+        assert "wgmma.mma_async" in compiled.asm["ptx"]
+        waits = re.findall(r"wgmma\.wait_group\S*\s+(\d+)", compiled.asm["ptx"])
+        assert waits and set(waits) == {"0"}
+
 else:
     from minfer_lib.errors import InvalidParameter
     from minfer_lib.kernels import int8_linear as kernels
@@ -40,6 +70,7 @@ else:
     SPLIT = Plan("dot", block_n=64, block_m=16, block_k=64, splits=3, stages=2)
     WIDE = Plan("dot", block_n=64, block_m=64, block_k=128, stages=2)
     COPIED = Plan("dot", block_n=64, block_m=64, block_k=128, splits=2, copy_engine=True)
+    LARGE = Plan("dot", block_n=64, block_m=256, block_k=64, copy_engine=True)
     DEQUANTIZE = Plan("dequantize")
     # What rounding to a dtype may change, relatively; Triton's interpreter cuts float32 off to bfloat16 instead.
     EPS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8 if DEVICE == "cuda" else 2.0**-7}
@@ -100,7 +131,7 @@ else:
         assert_right(int8_linear(*parts, plan=plan), *parts)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    @pytest.mark.parametrize("plan", [MATVEC, DOT, SPLIT, WIDE, COPIED, DEQUANTIZE], ids=name)
+    @pytest.mark.parametrize("plan", [MATVEC, DOT, SPLIT, WIDE, COPIED, LARGE, DEQUANTIZE], ids=name)
     def test_half_precisions(dtype, plan):
         for n, k in ((100, 129), (64, 256)):
             parts = make(1 if plan is MATVEC else 19, n, k, dtype)
@@ -182,7 +213,7 @@ else:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
     def test_plans_fit_the_gpu(dtype, hopper):
         """One row goes to the matrix-vector kernel alone, and no tile needs more shared memory than its GPU has."""
-        for m in (1, 2, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1535, 1536, 5000):
+        for m in (1, 2, 16, 17, 32, 33, 64, 65, 128, 384, 385, 512, 513, 640, 641, 1024, 1025, 5000):
             for n, k in ((1, 1), (512, 3584), (3584, 18944), (152064, 3584), (576, 1536)):
                 plan = plan_product(m, n, k, dtype, 132, hopper)
                 assert (plan.path == "matvec") == (m == 1)
@@ -211,6 +242,26 @@ else:
         parts.update({name: f(parts[name]) for name, f in change.items()})
         with pytest.raises(InvalidParameter, match=says):
             int8_linear(**parts)
+
+    @pytest.mark.skipif(DEVICE == "cpu", reason="what goes wrong at times only goes wrong on the GPU")
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize(
+        "n, k", [(3584, 3584), (512, 3584), (18944, 3584), (3584, 18944), (576, 1536), (577, 1000), (100, 133)]
+    )
+    def test_every_plan_gives_the_same_right_bits_again_and_again(n, k, dtype):
+        """The layers of a 7B model and some odd ones, with rows on both sides of every border between two plans."""
+        _, weight, scale, bias = make(1, n, k, dtype)
+        plans = set()
+        for m in (1, 2, 9, 16, 17, 32, 33, 48, 64, 65, 128, 200, 256, 384, 385, 512, 513, 640, 641, 1024, 1025, 2048):
+            plans.add(plan := plan_product(m, n, k, dtype, *kernels._device(weight.device)))
+            for seed in range(2):
+                g = torch.Generator(DEVICE).manual_seed(seed)
+                x = torch.randn(m, k, generator=g, device=DEVICE).to(dtype)
+                first = int8_linear(x, weight, scale, bias)
+                assert_right(first, x, weight, scale, bias, rounded_weights=plan.path == "dequantize")
+                for _ in range(10):
+                    assert torch.equal(first, int8_linear(x, weight, scale, bias)), (m, plan)
+        assert len({plan.path for plan in plans}) == (3 if k % 16 == 0 or dtype == torch.float32 else 2)
 
     @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs and more than 2**31 weights need the GPU")
     def test_graph_replay_and_64_bit_offsets():

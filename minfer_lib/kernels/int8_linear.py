@@ -65,7 +65,7 @@ def dequantize(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> 
 def plan_product(m: int, n: int, k: int, dtype: torch.dtype, processors: int, hopper: bool) -> Plan:
     """How to compute x [m, k] times weight [n, k] on that many multiprocessors: from the shape alone, never by a clock.
 
-    `hopper`: a data-centre GPU since Hopper, with a copy engine and 227 KB of shared memory in a multiprocessor. The
+    `hopper`: an H100 or H200, say: a matrix instruction and a copy engine of its own, 227 KB of shared memory. The
     numbers were the fastest of some hundred on an H200, over the layers of a 7B model; all others are as correct.
     """
     if m == 1:
@@ -73,12 +73,15 @@ def plan_product(m: int, n: int, k: int, dtype: torch.dtype, processors: int, ho
             return Plan("matvec", block_n=8, block_k=512, warps=2)
         # Few rows of weights: more threads on each, or too few bytes are on their way at a time.
         return Plan("matvec", 1, 1, 1024, warps=1) if n > 8 * processors else Plan("matvec", 1, 1, 2048, warps=4)
-    if m >= 1536 or (m > 64 and dtype == torch.float32):
+    if m > 1024 or (m > 64 and dtype == torch.float32):
         return Plan("dequantize")
+    if k % 16 != 0 and dtype != torch.float32:
+        return Plan("dequantize")  # rows that start at odd addresses: no tile can be fetched but byte by byte
     if dtype == torch.float32:
         return Plan("dot", block_n=32, block_m=16, block_k=64)
     # With two warps Triton takes the matrix instruction of older GPUs, whose layout makes the conversion to floats
-    # cheap; beyond 32 rows Hopper's own, which takes four warps, is faster all the same.
+    # cheap; beyond 32 rows Hopper's own, which takes four warps, is faster all the same. In tiles of 256 rows too few
+    # programs fit a multiprocessor for one to multiply while another converts, but each weight is converted less often.
     if m <= 16:
         plan, waves = Plan("dot", 32, 16, 128, warps=2, stages=4), 6
     elif m <= 32:
@@ -87,8 +90,10 @@ def plan_product(m: int, n: int, k: int, dtype: torch.dtype, processors: int, ho
         plan, waves = Plan("dot", 64, 64, 64), 3
     elif m <= 64:
         plan, waves = Plan("dot", 64, 64, 128, copy_engine=True), 3
+    elif m <= 384 or 512 < m <= 640:
+        plan, waves = Plan("dot", 64, 128, 64, copy_engine=True), 3
     else:
-        plan, waves = Plan("dot", 64, *((128, 128) if m <= 128 else (256, 64)), copy_engine=True), 2
+        plan, waves = Plan("dot", 64, 256, 64, copy_engine=True), 2
     tiles = triton.cdiv(n, plan.block_n) * triton.cdiv(m, plan.block_m)
     # Too few tiles to keep every multiprocessor busy: share each one's sum among several, unless it is short.
     return replace(plan, splits=max(1, min(waves * processors // tiles, 8, k // 512)))
@@ -96,11 +101,11 @@ def plan_product(m: int, n: int, k: int, dtype: torch.dtype, processors: int, ho
 
 @functools.lru_cache
 def _device(device: torch.device) -> tuple[int, bool]:
-    """(multiprocessors, whether it is a data-centre GPU since Hopper)."""
+    """(multiprocessors, whether it is a Hopper)."""
     if INTERPRETED:
         return 1, False
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major in (9, 10)
+    return properties.multi_processor_count, properties.major == 9
 
 
 def int8_linear(
@@ -128,6 +133,8 @@ def int8_linear(
     if m == 0 or n == 0:
         return out
     x = x.detach().contiguous()
+    if x.data_ptr() % 16 != 0:  # a part of something else; the copy engine wants rows at multiples of 16 bytes
+        x = x.clone()
     with torch.cuda.device_of(x):  # Triton launches on the current device
         _launch(x, weight, scale, bias, out, plan or plan_product(m, n, k, x.dtype, *_device(x.device)))
     return out
@@ -157,17 +164,19 @@ def _dot(
     k_per_split = max(1, triton.cdiv(triton.cdiv(k, plan.splits), plan.block_k)) * plan.block_k
     splits = max(1, triton.cdiv(k, k_per_split))
     partial = torch.empty(splits, m, n, dtype=torch.float32, device=x.device) if splits > 1 else None
-    # The copy engine wants rows that start at multiples of 16 bytes.
     copy_engine = plan.copy_engine and k % 16 == 0 and k > 0 and (x.data_ptr() | weight.data_ptr()) % 16 == 0
     x_in: Any = TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k]) if copy_engine else x
     w_in: Any = TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k]) if copy_engine else weight
+    # When Triton takes Hopper's own matrix instruction. What that needs would only slow the others down.
+    hopper = _device(x.device)[1]
+    asynchronous = hopper and x.dtype != torch.float32 and plan.warps % 4 == 0 and plan.block_n % 64 == 0
     # Triton's interpreter multiplies bfloat16 wrongly, without a word.
     dtype = torch.float32 if INTERPRETED and x.dtype == torch.bfloat16 else x.dtype
     dot_kernel[(triton.cdiv(n, plan.block_n) * triton.cdiv(m, plan.block_m), splits)](
         x_in, w_in, scale, bias, out if partial is None else partial, m, n, k, k_per_split,
         BLOCK_N=plan.block_n, BLOCK_M=plan.block_m, BLOCK_K=plan.block_k, MASK_K=k % plan.block_k != 0,
         HAS_BIAS=bias is not None, PARTIAL=partial is not None, DOT_DTYPE=TRITON_DTYPES[dtype], COPY_ENGINE=copy_engine,
-        num_warps=plan.warps, num_stages=plan.stages,
+        ASYNCHRONOUS=asynchronous, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     if partial is not None:
         sum_kernel[(triton.cdiv(n, 256), m)](

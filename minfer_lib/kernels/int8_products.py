@@ -22,6 +22,48 @@ def _to_float32(codes):
 
 
 @triton.jit
+def _to_half_in_pairs(codes, DTYPE: tl.constexpr):
+    """int8 to bfloat16 or float16, two codes in one register at a time, in half the operations of `.to(DTYPE)`. Exact.
+
+    As `_to_float32`: from 1024 to 2048 float16 counts in whole numbers, so code + 1152 goes there and 1152 comes off.
+    bfloat16 does so from 128 to 256 only: 128 + the low 7 bits go there, and 128, or for a negative code 256, come off.
+    """
+    if DTYPE.is_bf16():
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 pair, low, offset;
+            prmt.b32 pair, $1, 0, 0x4140;
+            lop3.b32 low, pair, 0x007f007f, 0x43004300, 0xEA;
+            lop3.b32 offset, pair, 0x00800080, 0x43004300, 0xEA;
+            sub.rn.bf16x2 $0, low, offset;
+            }""", "=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 pair, offset;
+            xor.b32 pair, $1, 0x8080;
+            prmt.b32 pair, pair, 0x64646464, 0x4140;
+            mov.b32 offset, 0x64806480;
+            sub.rn.f16x2 $0, pair, offset;
+            }""", "=r,r", [codes], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _finished(sums):
+    """`sums` as they are, once the matrix units have finished with them, and so with the operands too.
+
+    Hopper's matrix instruction runs on while the threads go on, and Triton lets it, into the next step along k. The
+    ptxas that Triton 3.7 brings (CUDA 12.8) does not see that it still reads its left operand from registers, and puts
+    the next step's weights there too early: some products come out wrong, others at the next call
+    (github.com/triton-lang/triton/issues/9433). A use of the sums in each step makes Triton wait for them first; this
+    one costs nothing, for the copy is made in place.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def matvec_kernel(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, n, k,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MASK_K: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -50,13 +92,14 @@ def matvec_kernel(
 def dot_kernel(
     x, weight, scale_ptr, bias_ptr, out_ptr, m, n, k, k_per_split,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, MASK_K: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PARTIAL: tl.constexpr, DOT_DTYPE: tl.constexpr, COPY_ENGINE: tl.constexpr,
+    PARTIAL: tl.constexpr, DOT_DTYPE: tl.constexpr, COPY_ENGINE: tl.constexpr, ASYNCHRONOUS: tl.constexpr,
 ) -> None:  # fmt: skip
     """out[m, n], or with PARTIAL one split's unscaled share of it, computed as (weight @ x.T).T.
 
     The matrix units take the left operand from registers, 16 or 64 rows of it at a time, and as few as 8 columns of the
     right one. So the weight stands left: its bytes become floats in registers and are multiplied there, never stored
     again, and 3 rows of x are padded to 16 columns. x and weight are pointers, or descriptors for the copy engine.
+    ASYNCHRONOUS must be true wherever Triton takes Hopper's own matrix instruction.
     """
     # Neighbouring programs share a tile of the weight: the first reads it from memory, the others find it in the cache.
     row_tiles = tl.cdiv(m, BLOCK_M)
@@ -82,7 +125,10 @@ def dot_kernel(
             x_inside = (ms < m)[None, :] & inside[:, None] if MASK_K else (ms < m)[None, :]
             x_tile = tl.load(x + x_place, mask=x_inside, other=0.0)
         # An int8 code is exact in each of these dtypes. "ieee" keeps float32 from being rounded to tf32.
-        sums = tl.dot(w_tile.to(DOT_DTYPE), x_tile.to(DOT_DTYPE), sums, input_precision="ieee")
+        if ASYNCHRONOUS:
+            sums = _finished(tl.dot(_to_half_in_pairs(w_tile, DOT_DTYPE), x_tile, sums))
+        else:
+            sums = tl.dot(w_tile.to(DOT_DTYPE), x_tile.to(DOT_DTYPE), sums, input_precision="ieee")
 
     if not PARTIAL:
         sums *= tl.load(scale_ptr + rows_n)[:, None]
