@@ -137,6 +137,7 @@ def quantize_int8(
     _check_finite(lm, targets, embedding)
     smooth = mode == "dynamic" and smoothing > 0
     watched = watch(lm, targets, calibration_prompts(lm, calibration) if smooth else [some_ids(lm, 2)])
+    targets.clear()  # so that a layer is gone once it is replaced
     if not any(each.peak is not None for each in watched.values()):
         raise UnsupportedModel(f"{lm.name} calls none of its linear layers, so there is nothing to quantise.")
 
@@ -145,6 +146,8 @@ def quantize_int8(
         if embedding:
             _quantize_embedding(lm, place, head_name if tied else None, kernel)
             groups = [[each for each in group if not (tied and each.name == head_name)] for group in groups]
+            if tied:
+                watched[head_name].layer = None
         for group in filter(None, groups):
             # what is lost in front of the output layer goes straight into the logits, so its input is never rounded
             of_group = "none" if group[0].name == head_name else mode

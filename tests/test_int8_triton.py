@@ -98,7 +98,7 @@ else:
 
         A float32 sum of k products is off by at most k * 2**-24 of the sum of their magnitudes in any order, and by
         about the root of that as a rule; 8 * sqrt(k) is allowed. The result is rounded once more, to its dtype. On the
-        dequantize path each weight has been rounded to that dtype as well.
+        dequantize path each weight has been rounded to that dtype as well, and cuBLAS may round partial sums to it.
         """
         right, size = reference(x, weight, scale, bias)
         eps = EPS[x.dtype]
@@ -110,7 +110,7 @@ else:
         if rounded_weights:
             allowed = (
                 allowed
-                + size * eps * 1.01
+                + size * eps * 2.02
                 + 2.0**-25 * (x.dtype == torch.float16) * x.double().abs().sum(1, keepdim=True)
             )
         assert out.dtype == x.dtype and out.shape == right.shape and out.device == x.device
