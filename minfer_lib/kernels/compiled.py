@@ -87,7 +87,7 @@ def _built(compiler: str, source: Path, options: list[str], key: str) -> Path:
         # two steps, so that OpenMP is not named when linking
         _run([compiler, *options, "-c", str(source), "-o", str(parts[0])])
         undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
-        _run([compiler, "-shared", *undefined, str(parts[0]), "-o", str(parts[1]), "-lm"])
+        _run([compiler, "-shared", *undefined, str(parts[0]), "-lm", "-o", str(parts[1])])
         os.replace(parts[1], place)  # whole or not at all, whoever else compiles at this moment
     finally:
         shutil.rmtree(folder, ignore_errors=True)
