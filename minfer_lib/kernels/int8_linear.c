@@ -51,9 +51,11 @@ static inline void write(void *out, int dtype, int64_t at, float value) {
     else ((uint16_t *)out)[at] = to_bfloat16(value);
 }
 
-/* One token to codes 1..255 that stand for -127..127; returns its scale. The magnitudes are compared as integers,
-   among which NaN and infinity are the largest: such a token gets the scale NaN, and so does all that comes of it. */
-static float quantize_row(float *restrict x, const float *restrict inverse, int64_t k, uint8_t *restrict codes) {
+/* One token to codes 1..255 that stand for -127..127; returns its scale. The magnitudes are compared as
+   integers, among which NaN and infinity are the largest: such a token gets the scale NaN, and so does
+   all that comes of it. */
+static float quantize_row(float *restrict x, const float *restrict inverse, int64_t k,
+                          uint8_t *restrict codes) {
     uint32_t top = 0;
     if (inverse) for (int64_t j = 0; j < k; j++) x[j] *= inverse[j];
     for (int64_t j = 0; j < k; j++) {
@@ -80,8 +82,8 @@ static inline int32_t sum_of(__m256i v) {
     return _mm_cvtsi128_si32(_mm_hadd_epi32(s, s));
 }
 
-/* 32 products of bytes, added up to 8 sums. Without VNNI neighbours meet in 16 bits on the way; the weights were
-   quantised so that two of them always fit (pair_safe_quantize). */
+/* 32 products of bytes, added up to 8 sums. Without VNNI neighbours meet in 16 bits on the way; the
+   weights were quantised so that two of them always fit (pair_safe_quantize). */
 static inline __m256i dot32(__m256i sums, __m256i x, __m256i w) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
     return _mm256_dpbusd_epi32(sums, x, w);
@@ -182,8 +184,8 @@ static inline int64_t first_of(int64_t block, int64_t n) {
 }
 
 /* scratch: m x k bytes for the codes, then (m + k) floats, each part beginning at a multiple of 64 */
-void int8_dynamic(const layer *l, const void *x, void *out, int64_t m, int dtype, uint8_t *codes, float *row_scale,
-                  float *row) {
+void int8_dynamic(const layer *l, const void *x, void *out, int64_t m, int dtype, uint8_t *codes,
+                  float *row_scale, float *row) {
     const int64_t n = l->n, k = l->k, size = dtype == FLOAT32 ? 4 : 2, blocks = (n + COLUMNS - 1) / COLUMNS;
     for (int64_t r = 0; r < m; r++) {
         read_row((const char *)x + r * k * size, dtype, k, row);
@@ -201,8 +203,9 @@ void int8_dynamic(const layer *l, const void *x, void *out, int64_t m, int dtype
             else int_tile1(codes + r * k, w, k, sums);
             for (int64_t i = 0; i < rows; i++)
                 for (int64_t c = 0; c < COLUMNS; c++) {
-                    /* the scale of the weights first: with that of a huge token the sum could pass beyond float32 */
-                    float y = (float)(sums[i * COLUMNS + c] - l->sums[first + c]) * l->scale[first + c] * row_scale[r + i];
+                    /* the scale of the weights first: that of a huge token could lead beyond float32 */
+                    int32_t sum = sums[i * COLUMNS + c] - l->sums[first + c];
+                    float y = (float)sum * l->scale[first + c] * row_scale[r + i];
                     write(out, dtype, (r + i) * n + first + c, l->bias ? y + l->bias[first + c] : y);
                 }
         }
