@@ -71,7 +71,10 @@ class Int8Report:
 
     def __str__(self) -> str:
         used = ", ".join(f"{name} ({count})" for name, count in self.kernels.items())
-        kept = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in self.kept.items())
+        large = {name: size for name, size in self.kept.items() if size > 0.01 * (self.int8_bytes + self.kept_bytes)}
+        kept = ", ".join(
+            [*(f"{name} {size / 1e6:.1f} MB" for name, size in large.items()), "scales, factors and norms"]
+        )
         return (
             f"{self.layers} layers in int8 ({self.int8_bytes / 1e6:.1f} MB), activations {self.activations!r}, "
             f"kernel {used}; not in int8: {self.kept_bytes / 1e6:.1f} MB ({kept})"
@@ -112,6 +115,8 @@ def quantize_int8(
     without linear layers or with weights that are not finite, `InvalidPrompt` for a calibration that cannot be run.
     Sources: Dettmers et al. 2022 (arXiv 2208.07339), Xiao et al. 2023 (arXiv 2211.10438).
     """
+    if not isinstance(lm, LanguageModel):
+        raise InvalidParameter(f"quantize_int8 was given {type(lm).__name__}: it takes what load_model returns.")
     place = lm.device if device is None else place_of(device)
     mode = ("dynamic" if place.type == "cpu" else "none") if activations is None else activations
     if mode not in ACTIVATIONS:
@@ -158,10 +163,29 @@ def quantize_int8(
                 each.layer = None  # the last that holds the weights as they were
     lm.model.to(place)  # the rest of it
     lm.device = place
+    _try_out(lm)
     lm.quantization = {
         "activations": mode, "skip": list(names), "embedding": embedding, "smoothing": smoothing, "kernel": kernel,
     }  # fmt: skip
     return lm
+
+
+def _try_out(lm: LanguageModel) -> None:
+    """Runs the quantised model once: code that reaches for a layer's weights by itself is found here, not later."""
+    try:
+        logits = lm.next_token_logits(torch.tensor([some_ids(lm, 2)], device=lm.device), use_cache=False)
+    except (torch.OutOfMemoryError, MemoryError, UnsupportedModel):
+        raise
+    except Exception as error:  # whatever the code of a model says of weights that are integers
+        raise UnsupportedModel(
+            f"{lm.name} cannot be run with these layers in int8: {type(error).__name__}: {error}. It was changed: "
+            "load it again, and name what its code reads directly in `skip`."
+        ) from error
+    if not logits.isfinite().all():
+        raise UnsupportedModel(
+            f"{lm.name} gives logits that are not finite with these layers in int8. The model was changed: load it "
+            "again, and name layers to keep in `skip`."
+        )
 
 
 def describe_int8(lm: LanguageModel) -> Int8Report:
@@ -215,8 +239,12 @@ def _weight(model: nn.Module, name: str) -> torch.Tensor:
 
 def _targets(model: nn.Module, skip: tuple[str, ...], head: str | None, name: str) -> dict[str, nn.Module]:
     """The linear layers to quantise, by their dotted names, in the order of the model."""
-    # a subclass computes something of its own
-    linear = {n: m for n, m in model.named_modules() if type(m) in (nn.Linear, Conv1D)}
+    # a subclass, a forward of its own or a hook computes something else
+    linear = {
+        n: m
+        for n, m in model.named_modules()
+        if type(m) in (nn.Linear, Conv1D) and not ("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks)
+    }
     unknown = [s for s in skip if s != HEAD and not any(_names(s, n) for n in linear)]
     if unknown:
         some = ", ".join(f"`{n}`" for n in list(linear)[:3])

@@ -37,9 +37,12 @@ def save_int8(lm: LanguageModel, folder: str | os.PathLike[str]) -> Path:
     The folder appears when it is complete; one of an earlier save is replaced, any other that is not empty is refused.
     Raises `InvalidParameter` for a model that is not quantised by us and for a folder that cannot be written.
     """
-    if lm.quantization is None:
-        raise InvalidParameter(f"{lm.name} is not quantised: call quantize_int8(lm) before save_int8.")
-    folder = Path(folder).expanduser()
+    if not isinstance(lm, LanguageModel) or lm.quantization is None:
+        name = getattr(lm, "name", repr(lm))
+        raise InvalidParameter(f"{name} is no quantised model: call quantize_int8(lm) before save_int8.")
+    if not isinstance(folder, str | os.PathLike) or not str(folder) or "\0" in str(folder):
+        raise InvalidParameter(f"The folder {folder!r} is not possible: it must be a path.")
+    folder = Path(folder).expanduser().resolve()  # so that `.` has a name and a parent
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file()):
         raise InvalidParameter(f"{folder} holds something else. Name a folder that is new, empty or an int8 model's.")
     tensors, manifest = _parts(lm)
@@ -58,14 +61,28 @@ def save_int8(lm: LanguageModel, folder: str | os.PathLike[str]) -> Path:
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for path in (temporary, *temporary.iterdir()):
             path.chmod(0o755 if path.is_dir() else 0o644)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(temporary, folder)
-    except (OSError, SafetensorError) as error:
+        _take_place(temporary, folder)
+    except (OSError, ValueError, SafetensorError) as error:  # transformers refuses some generation configs
         raise InvalidParameter(f"The model could not be written to {folder}: {error}.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def _take_place(new: Path, folder: Path) -> None:
+    """Renames `new` to `folder`; what was there is removed last, and put back if the renaming fails."""
+    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)) / "old"
+    try:
+        if folder.exists():
+            os.replace(folder, old)
+        try:
+            os.replace(new, folder)
+        except OSError:
+            if old.exists():
+                os.replace(old, folder)
+            raise
+    finally:
+        shutil.rmtree(old.parent, ignore_errors=True)
 
 
 def load_int8(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> LanguageModel:
@@ -174,8 +191,10 @@ def _fill(model: Any, manifest: dict[str, Any], file: Any, saved: torch.dtype, d
             f"{WEIGHTS} does not fit {CONFIG}: see `{wrong[0]}`. Write the folder again with save_int8."
         )
     model.tie_weights()  # before the int8 layers are there: an output layer in int8 of its own is tied to nothing
+    used: set[str] = set()
     if embedding := manifest["embedding"]:
         name = embedding["name"]
+        used |= {f"{name}.weight", f"{name}.scale"}
         old = model.get_submodule(name)
         made = Int8Embedding(
             read(f"{name}.weight"), read(f"{name}.scale"), dtype,
@@ -190,6 +209,7 @@ def _fill(model: Any, manifest: dict[str, Any], file: Any, saved: torch.dtype, d
             codes, scale = source.weight, source.scale
         else:
             codes, scale = read(f"{name}.weight"), read(f"{name}.scale")
+            used |= {f"{name}.weight", f"{name}.scale"}
         _check_shape(name, codes, model.get_submodule(name))
         kernel = facts["kernel"]  # asked for by name, and taken again where it can be
         if kernel is not None and isinstance(usable(kernel), str):
@@ -198,6 +218,9 @@ def _fill(model: Any, manifest: dict[str, Any], file: Any, saved: torch.dtype, d
             codes, scale, activations=facts["activations"], dtype=dtype, kernel=kernel, keep_rows=facts["tied"], **parts
         )
         model.set_submodule(name, layer)
+        used |= {f"{name}.{key}" for key in facts["parts"]}
+    if unused := held - used - set(plain):
+        raise ModelNotFound(f"{MANIFEST} does not name `{min(unused)}`. Write the folder again with save_int8.")
     for group in manifest["groups"]:
         SharedInput([model.get_submodule(name) for name in group])
 

@@ -63,6 +63,10 @@ class Int8Linear(nn.Module):
         for name, part, size in (("scale", scale, 0), ("bias", bias, 0), ("smoothing", smoothing, 1)):
             if part is not None and part.numel() != weight.shape[size]:  # kernels would read beyond its end
                 raise InvalidParameter(f"{name} has {part.numel()} numbers: it must have {weight.shape[size]}.")
+        if smoothing is not None and activations == "none":
+            raise InvalidParameter(
+                "smoothing divides activations that become codes: with activations='none' leave it out."
+            )
         self.activations, self.kernel_name, self.dtype, self.keep_rows = activations, kernel, dtype, keep_rows
         self.shared: SharedInput | None = None  # with the layers that read the same input
         self.partners: list[Int8Linear] = []  # those layers, this one too, while they stand apart
@@ -70,7 +74,7 @@ class Int8Linear(nn.Module):
         self._kernel: Portable | None = None
         self.register_buffer("weight", weight.contiguous())
         self.register_buffer("scale", scale.detach().float().reshape(-1).contiguous())
-        self.register_buffer("bias", None if bias is None else bias.detach().float().contiguous())
+        self.register_buffer("bias", None if bias is None else bias.detach().float().reshape(-1).contiguous())
         self.register_buffer("smoothing", None if smoothing is None else smoothing.detach().float().contiguous())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,6 +83,16 @@ class Int8Linear(nn.Module):
             raise UnsupportedModel(
                 f"A layer in int8 was given {x.dtype}: this model reads the dtype of its weights. Load it again and "
                 "name the layer in `skip` (the traceback shows which)."
+            )
+        if (x.requires_grad and torch.is_grad_enabled()) or torch.jit.is_tracing():
+            raise UnsupportedModel(
+                "A layer in int8 has no gradient and cannot be traced: its kernel works unseen. Run it "
+                "under torch.no_grad(), or train the model before it is quantised."
+            )
+        if x.shape[-1] != self.in_features or x.device != self.scale.device:
+            raise InvalidParameter(
+                f"A layer in int8 with {self.in_features} inputs on {self.scale.device} was given {list(x.shape)} on "
+                f"{x.device}: the last dimension and the device must be the layer's."
             )
         if self.shared is None and self.partners:  # all of them have been moved or copied
             with PREPARING:
@@ -185,9 +199,14 @@ class Int8Linear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.codes()  # whatever form they are kept in
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        weight = state_dict.get(f"{prefix}weight")
+        if weight is not None and weight.dtype != torch.int8:
+            raise InvalidParameter(
+                f"`{prefix}weight` is {weight.dtype} and would be cut to int8. Load an int8 model's."
+            )
         self.unprepare()  # what was derived from the old codes is made anew
-        super()._load_from_state_dict(*args)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         return (
@@ -206,6 +225,14 @@ class SharedInput:
 
     def __init__(self, layers: Sequence[Int8Linear]) -> None:
         first = layers[0]
+        for layer in layers[1:]:
+            same = layer.smoothing is first.smoothing or (
+                layer.smoothing is not None
+                and first.smoothing is not None
+                and torch.equal(layer.smoothing, first.smoothing)
+            )
+            if not same or layer.activations != first.activations:
+                raise InvalidParameter("Layers that share an input must have the same smoothing and activations.")
         biases = [layer.bias for layer in layers]
         bias = None
         if any(b is not None for b in biases):

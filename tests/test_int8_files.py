@@ -193,7 +193,7 @@ def test_an_earlier_save_is_replaced(sources, tmp_path: Path):
 
 
 def test_what_cannot_be_saved_or_where(sources, tmp_path: Path, tiny: LanguageModel):
-    with pytest.raises(InvalidParameter, match="not quantised"):
+    with pytest.raises(InvalidParameter, match="no quantised model"):
         save_int8(tiny, tmp_path / "int8")
     made = make(sources("llama"), {})
     other, file = tmp_path / "other", tmp_path / "file"
@@ -205,8 +205,19 @@ def test_what_cannot_be_saved_or_where(sources, tmp_path: Path, tiny: LanguageMo
             save_int8(made, place)
     with pytest.raises(InvalidParameter, match="cannot be written"):
         save_int8(made, file / "below")
+    for place in (3, "", None, b"x"):
+        with pytest.raises(InvalidParameter, match="must be a path"):
+            save_int8(made, place)
     assert (other / "notes.txt").read_text() == file.read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "other"]
+
+
+def test_a_folder_can_be_saved_over_from_inside_itself(sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = make(sources("llama"), {})
+    folder = save_int8(made, tmp_path / "int8")
+    monkeypatch.chdir(folder)
+    assert save_int8(made, ".") == folder.resolve()
+    assert (folder / MANIFEST).is_file() and [path.name for path in tmp_path.iterdir()] == ["int8"]
 
 
 def edit(change: Callable[[dict], object]) -> Callable[[Path], None]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from minfer_lib import load_model, quantize_int8
 from minfer_lib.absmax import absmax_quantize, pair_safe_quantize, quantization_error
 from minfer_lib.errors import InvalidParameter, UnsupportedModel
 from minfer_lib.int8_kernels import usable
@@ -363,3 +364,30 @@ def test_an_output_layer_over_the_embedding_keeps_its_rows():
             assert measured_weight_bytes(both) == codes.numel() + 4 * 30
             for other in (copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
                 assert measured_weight_bytes(other) <= codes.numel() + 2 * 4 * 30
+
+
+def test_what_would_be_wrong_silently_is_refused():
+    weight, scale = torch.ones(4, 8, dtype=torch.int8), torch.ones(4)
+    layer = Int8Linear(weight, scale, activations="none")
+    with pytest.raises(UnsupportedModel, match="no gradient"):
+        layer(torch.randn(2, 8, requires_grad=True))
+    with pytest.raises(InvalidParameter, match="the last dimension and the device"):
+        layer(torch.randn(2, 4))
+    with pytest.raises(InvalidParameter, match="the last dimension and the device"):
+        layer(torch.randn(2, 8, device="meta"))
+    with pytest.raises(InvalidParameter, match="leave it out"):
+        Int8Linear(weight, scale, activations="none", smoothing=torch.ones(8))
+    with pytest.raises(InvalidParameter, match="cut to int8"):
+        layer.load_state_dict({"weight": torch.randn(4, 8)}, strict=False)
+    with pytest.raises(InvalidParameter, match="same smoothing"):
+        SharedInput([Int8Linear(weight, scale, smoothing=torch.full((8,), float(i))) for i in (1, 2)])
+
+
+def test_a_layer_with_a_forward_or_a_hook_of_its_own_stays_as_it_is():
+    lm = load_model("tiny-random", device="cpu")
+    attention = lm.model.model.layers[0].self_attn
+    attention.q_proj.forward = attention.q_proj.forward
+    attention.k_proj.register_forward_hook(lambda module, args, output: output + 1)
+    quantize_int8(lm, progress=False)
+    kept = [type(layer) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    assert kept == [torch.nn.Linear, torch.nn.Linear, Int8Linear]

@@ -52,7 +52,12 @@ def library(name: str = "int8_linear") -> ctypes.CDLL:
             options = [*COMMON, *target, *threads]
             key = hashlib.sha256(source.read_bytes() + processor + repr((compiler, options)).encode()).hexdigest()[:16]
             try:
-                return _load(_built(compiler, source, options, key))
+                place = _built(compiler, source, options, key)
+                try:
+                    return _load(place)
+                except OSError:
+                    place.unlink(missing_ok=True)  # not what was compiled here, or no threads to share
+                    raise
             except (OSError, subprocess.SubprocessError) as error:
                 text = getattr(error, "stderr", None) or str(error)
                 reason = str(text).strip().splitlines()[-1] if str(text).strip() else type(error).__name__
@@ -73,7 +78,8 @@ def _macros(compiler: str, target: list[str]) -> bytes | None:
 def _built(compiler: str, source: Path, options: list[str], key: str) -> Path:
     """The path of the compiled library, from the cache if it is there."""
     place = cache_root() / "kernels" / f"{source.stem}-{key}.so"
-    if place.is_file():
+    mark = place.with_suffix(".sha256")  # a library that was cut off would end the process when it is loaded
+    if place.is_file() and mark.is_file() and mark.read_text() == _digest(place):
         return place
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -88,10 +94,17 @@ def _built(compiler: str, source: Path, options: list[str], key: str) -> Path:
         _run([compiler, *options, "-c", str(source), "-o", str(parts[0])])
         undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
         _run([compiler, "-shared", *undefined, str(parts[0]), "-lm", "-o", str(parts[1])])
+        written = Path(folder) / "part.sha256"
+        written.write_text(_digest(parts[1]))
         os.replace(parts[1], place)  # whole or not at all, whoever else compiles at this moment
+        os.replace(written, place.with_suffix(".sha256"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return place
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _run(command: list[str]) -> None:
