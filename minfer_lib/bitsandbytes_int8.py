@@ -22,7 +22,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from .errors import BadEnvironment, InvalidParameter, UnsupportedModel
-from .int8 import HEAD, check_not_quantized
+from .int8 import HEAD, check_not_quantized, holds_part
 from .loading import LanguageModel
 
 NOISE_OF_PRODUCTS = "bitsandbytes.autograd._functions"  # a line for every product whose input is not float16
@@ -94,7 +94,7 @@ def linear_layers(lm: LanguageModel, skip: str | Sequence[str]) -> list[str]:
     unused = set(skip) - {HEAD}  # a model may have no output layer of that kind, or call it otherwise
     chosen = []
     for name, module in lm.model.named_modules():
-        hits = {each for each in skip if (each == HEAD and module is head) or contains(name, each)}
+        hits = {each for each in skip if (each == HEAD and module is head) or holds_part(each, name)}
         unused -= hits
         # subclasses do something of their own that the library's layer would not
         if type(module) in (nn.Linear, Conv1D) and not hits:
@@ -110,11 +110,6 @@ def linear_layers(lm: LanguageModel, skip: str | Sequence[str]) -> list[str]:
             "for bitsandbytes to quantise. Skip less, or choose a model of another family, such as Llama or Qwen2."
         )
     return chosen
-
-
-def contains(name: str, part: str) -> bool:
-    """Whether a dotted name holds `part` as whole components: "a.mlp.up" has "mlp" and "mlp.up", not "ml"."""
-    return f".{part}." in f".{name}."
 
 
 def check_weight(lm: LanguageModel, name: str) -> None:

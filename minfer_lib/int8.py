@@ -245,13 +245,13 @@ def _targets(model: nn.Module, skip: tuple[str, ...], head: str | None, name: st
         for n, m in model.named_modules()
         if type(m) in (nn.Linear, Conv1D) and not ("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks)
     }
-    unknown = [s for s in skip if s != HEAD and not any(_names(s, n) for n in linear)]
+    unknown = [s for s in skip if s != HEAD and not any(holds_part(s, n) for n in linear)]
     if unknown:
         some = ", ".join(f"`{n}`" for n in list(linear)[:3])
         raise InvalidParameter(
             f"skip={unknown[0]!r} names no linear layer of {name}. Its layers are called {some}, ..."
         )
-    left = {n: m for n, m in linear.items() if not any(n == head if s == HEAD else _names(s, n) for s in skip)}
+    left = {n: m for n, m in linear.items() if not any(n == head if s == HEAD else holds_part(s, n) for s in skip)}
     if not left:
         raise UnsupportedModel(
             f"{name} has no linear layer to quantise" + (f" beside what skip={skip!r} names." if linear else ".")
@@ -259,7 +259,7 @@ def _targets(model: nn.Module, skip: tuple[str, ...], head: str | None, name: st
     return left
 
 
-def _names(part: str, name: str) -> bool:
+def holds_part(part: str, name: str) -> bool:
     """Whether a dotted name holds `part` as whole components."""
     return bool(part) and f".{part}." in f".{name}."
 

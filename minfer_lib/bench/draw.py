@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +139,24 @@ def aligned(cells: list[list[str]]) -> list[str]:
         others = [text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True)]
         lines.append("  ".join([line[0].ljust(widths[0]), *others]).rstrip())
     return [lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]]
+
+
+def html_grid(title: str, cells: list[list[str]], notes: Sequence[str]) -> str:
+    """The same table for a notebook, with a title above it and notes below; fast mode's label is in bold there."""
+
+    def line(tag: str, texts: list[str]) -> str:
+        first = f'<th style="text-align:left">{html.escape(texts[0])}</th>'
+        others = (f'<{tag} style="text-align:right">{html.escape(text)}</{tag}>' for text in texts[1:])
+        return f"<tr>{first}{''.join(others)}</tr>"
+
+    heads, *rows = cells
+    body = "".join(line("td", texts) for texts in rows)
+    below = [f"<strong>{text}</strong>" if text == FAST_LABEL else html.escape(text) for text in notes]
+    return (
+        f"<p><strong>{html.escape(title)}</strong></p>"
+        f"<table><thead>{line('th', heads)}</thead><tbody>{body}</tbody></table>"
+        f"<p><small>{'<br>'.join(below)}</small></p>"
+    )
 
 
 def sources(comparison: Comparison) -> list[str]:

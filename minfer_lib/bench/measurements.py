@@ -6,7 +6,6 @@ without being refused when it is read.
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidParameter, one_of
-from .draw import aligned
+from .draw import aligned, html_grid
 from .latency import digits
 from .machine import machine_name
 from .results import save, sealed, unsealed
@@ -64,18 +63,7 @@ class Table:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        def line(tag: str, texts: list[str]) -> str:
-            first = f'<th style="text-align:left">{html.escape(texts[0])}</th>'
-            others = (f'<{tag} style="text-align:right">{html.escape(text)}</{tag}>' for text in texts[1:])
-            return f"<tr>{first}{''.join(others)}</tr>"
-
-        heads, *rows = self.cells()
-        body = "".join(line("td", row) for row in rows)
-        return (
-            f"<p><strong>{html.escape(self.about)}</strong></p>"
-            f"<table><thead>{line('th', heads)}</thead><tbody>{body}</tbody></table>"
-            f"<p><small>{'<br>'.join(map(html.escape, self.notes))}</small></p>"
-        )
+        return html_grid(self.about, self.cells(), self.notes)
 
 
 @dataclass(frozen=True, repr=False)

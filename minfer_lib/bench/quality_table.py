@@ -11,7 +11,6 @@ positions at which both would choose the same token greedily.
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any
 from ..errors import InvalidParameter, one_of
 from ..loading import LanguageModel
 from ..memory import measured_weight_bytes
-from .draw import aligned, keep
+from .draw import aligned, html_grid, keep
 from .machine import dtype_name, provenance_of
 from .quality_scores import perplexity_of, scores, windows_of
 from .results import save, sealed, title_of, unsealed
@@ -110,19 +109,7 @@ class QualityTable:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        def line(tag: str, texts: list[str]) -> str:
-            first = f'<th style="text-align:left">{html.escape(texts[0])}</th>'
-            others = (f'<{tag} style="text-align:right">{html.escape(text)}</{tag}>' for text in texts[1:])
-            return f"<tr>{first}{''.join(others)}</tr>"
-
-        heads, *rows = self.cells()
-        body = "".join(line("td", texts) for texts in rows)
-        notes = [f"<strong>{text}</strong>" if text == FAST_LABEL else html.escape(text) for text in self.footnotes()]
-        return (
-            f"<p><strong>{html.escape(self.title)}</strong></p>"
-            f"<table><thead>{line('th', heads)}</thead><tbody>{body}</tbody></table>"
-            f"<p><small>{'<br>'.join(notes)}</small></p>"
-        )
+        return html_grid(self.title, self.cells(), self.footnotes())
 
 
 # heading, a row's cell, what the heading means
