@@ -67,6 +67,9 @@ def packed_attention(
     if decodes:
         out[:decodes] = attend_decodes(query[:decodes], pool, minfer, sliding_window, special)
     start = decodes
+    if minfer.kernels.prefill is not None:
+        out[start:] = kernel_prefill(query[start:], pool, minfer, sliding_window, special)
+        return out[None], None
     for row in range(decodes, len(minfer.q_lens)):
         end = start + minfer.q_lens[row]
         out[start:end] = attend_chunk(query[start:end], pool, minfer, row, sliding_window, special)
@@ -82,6 +85,8 @@ def attend_decodes(
     The query heads that share a key head stand where an ordinary attention has several queries, so that keys are read
     once for the group and never repeated.
     """
+    if batch.kernels.decode is not None:
+        return kernel_decode(query, pool, batch, window, special)
     context, (kv_heads, heads) = batch.decode_context, (pool.keys.shape[1], query.shape[1])
     if context.rows is not None:
         spread = query.new_zeros(len(context.kv_lens), *query.shape[1:])
@@ -93,6 +98,26 @@ def attend_decodes(
     mask = batch.decode_mask(window, query.dtype, heads // kv_heads)
     out = attend(grouped, keys, values, mask, **special).flatten(1, 2)
     return out if context.rows is None else out[context.rows]
+
+
+def kernel_decode(
+    query: torch.Tensor, pool: KVPool, batch: PackedBatch, window: int | None, special: dict[str, Any]
+) -> torch.Tensor:
+    """`attend_decodes` by a kernel that follows the block tables, where the batch has one."""
+    return batch.kernels.decode(
+        query, pool.keys, pool.values, *batch.decode_numbers, block_size=batch.block_size,
+        longest=batch.longest_decode, window=window, **special,
+    )  # fmt: skip
+
+
+def kernel_prefill(
+    query: torch.Tensor, pool: KVPool, batch: PackedBatch, window: int | None, special: dict[str, Any]
+) -> torch.Tensor:
+    """`attend_chunk` for all requests with several new tokens, query [T, heads, dim] -> [T, heads, value_dim]."""
+    return batch.kernels.prefill(
+        query, pool.keys, pool.values, *batch.chunk_numbers, block_size=batch.block_size, most_new=batch.most_new,
+        window=window, **special,
+    )  # fmt: skip
 
 
 def attend_chunk(

@@ -13,32 +13,34 @@ import psutil
 import torch
 
 from .errors import InvalidParameter
-from .kv_cache import SlotKVCache
+from .kv_cache import LayerShape, SlotKVCache
 from .loading import LanguageModel
-from .memory import GIB
-from .prompts import resolve_max_model_len
+from .memory import GIB, PeakMemory
+from .model_runner import ModelInput, ModelRunner
+from .packed_batch import PackedBatch
+from .paged import PagedKVCache
+from .sampling import Sampler
 from .support import supported_layers
 
 SHARE = 0.9  # of the free memory; a forward pass needs some too
 SHORTEST = 256  # tokens; below it rather fewer slots than shorter ones
 
 
-def make_cache(lm: LanguageModel, max_num_seqs: int, num_blocks: int | None, max_model_len: int | None) -> SlotKVCache:
-    """A cache with a slot of max_model_len tokens for each of max_num_seqs requests, or num_blocks slots.
+def make_slots(lm: LanguageModel, max_num_seqs: int, num_blocks: int | None, length: int, cut: bool) -> SlotKVCache:
+    """A cache with a slot of `length` tokens for each of max_num_seqs requests, or num_blocks slots.
 
-    A max_model_len that nobody asked for is shortened to what fits; otherwise there are fewer slots. Raises
-    `UnsupportedModel` for a model that a packed row cannot serve, `InvalidParameter` if what was asked for in so many
-    words does not fit.
+    cut: whether a length may be shortened to what fits, because nobody asked for it; otherwise there are fewer slots.
+    Raises `UnsupportedModel` for a model that a packed row cannot serve, `InvalidParameter` if what was asked for in so
+    many words does not fit.
     """
-    num_blocks = None if num_blocks is None else check_count("num_blocks", num_blocks)
     layers = supported_layers(lm.model, lm.name)
-    length, slots = resolve_max_model_len(lm, max_model_len), num_blocks or max_num_seqs
+    slots = num_blocks or max_num_seqs
     per_token = sum(shape.bytes_per_token for shape in layers.values())
     free = available_bytes(lm.device)
     fits = int(SHARE * free) // per_token  # tokens
     if slots * length > fits:
         asked = f"{slots} slots of {length:,} tokens ({slots * length * per_token / GIB:.1f} GiB)"
-        if max_model_len is None:
+        if cut:
             length = max(min(length, SHORTEST), min(length, fits // slots))
         if num_blocks is None:
             slots = min(slots, fits // length)
@@ -51,9 +53,65 @@ def make_cache(lm: LanguageModel, max_num_seqs: int, num_blocks: int | None, max
         warnings.warn(
             f"A KV cache of {asked} does not fit in the {free / GIB:.1f} GiB of memory that are free; this engine has "
             f"{slots} slots of {length:,} tokens. Pass max_model_len or max_num_seqs to choose yourself.",
-            stacklevel=3,
+            stacklevel=4,
         )
     return SlotKVCache(layers, slots, length, lm.device)
+
+
+def make_pages(
+    lm: LanguageModel,
+    max_num_seqs: int,
+    num_blocks: int | None,
+    length: int,
+    *,
+    block_size: int,
+    step_tokens: int,
+    enable_prefix_caching: bool,
+) -> PagedKVCache:
+    """A cache of num_blocks blocks of block_size tokens.
+
+    None takes as many as max_num_seqs requests of `length` tokens could ever fill, or as many as fit beside a step of
+    step_tokens tokens. Raises what `make_slots` raises.
+    """
+    layers = supported_layers(lm.model, lm.name)
+    per_block = block_size * sum(shape.bytes_per_token for shape in layers.values())
+    free = available_bytes(lm.device)
+    wanted = num_blocks or max_num_seqs * -(-length // block_size)
+    if wanted * per_block > SHARE * free / 2:  # or there is plenty of room for both, and nothing to find out
+        left = max(0, free - step_bytes(lm, layers, min(step_tokens, length), min(step_tokens, length, max_num_seqs)))
+        fits = int(SHARE * left) // per_block
+        if fits < 1 or (num_blocks is not None and num_blocks > fits):
+            least = num_blocks or 1
+            raise InvalidParameter(
+                f"A KV cache of {least:,} blocks of {block_size} tokens ({least * per_block / GIB:.1f} GiB) was asked for, "
+                f"and beside a step {left / GIB:.1f} GiB of memory are free: {fits:,} such blocks fit. Pass a smaller "
+                "num_blocks or max_num_batched_tokens, or leave num_blocks out."
+            )
+        if num_blocks is None and fits * block_size < length:
+            warnings.warn(
+                f"{fits:,} blocks of {block_size} tokens fit in the {left / GIB:.1f} GiB of memory that are free beside a "
+                f"step, less than a single request of max_model_len={length:,} tokens may need: such a request will "
+                'end with stop_reason "kv_cache_full".',
+                stacklevel=4,
+            )
+        wanted = min(wanted, fits)
+    return PagedKVCache(layers, wanted, block_size, lm.device, enable_prefix_caching=enable_prefix_caching)
+
+
+def step_bytes(lm: LanguageModel, layers: dict[int, LayerShape], tokens: int, samples: int) -> int:
+    """Most bytes of intermediate tensors alive in a step over `tokens` tokens that takes `samples` rows of logits.
+
+    Measured, by running one: a profile run. The KV cache it needs is not counted.
+    """
+    device = lm.device
+    cache = PagedKVCache(layers, 1, tokens, device)
+    cache.allocate("profile", tokens)
+    places = torch.arange(tokens, device=device)
+    batch = PackedBatch(cache.pools, tokens, [[0]], [tokens], [tokens], places)
+    inputs = ModelInput(places[None] % lm.vocab_size, places[None], batch, places[-samples:], [])
+    with PeakMemory() as peak:
+        ModelRunner(lm, cache, Sampler(lm.eos_ids)).forward(inputs)
+    return peak.peak_bytes
 
 
 def available_bytes(device: torch.device) -> int:

@@ -23,13 +23,16 @@ from .stream import RequestStream
 
 
 class LLMEngine(EngineCore):
-    """Continuous batching over a KV cache of slots.
+    """Continuous batching over a KV cache of slots, or of blocks that are given out as they are used.
 
-    kv_cache: "slots" gives each running request room for max_model_len tokens.
-    num_blocks: slots of the cache; None takes as many as can run at once.
+    kv_cache: "slots" gives each running request room for max_model_len tokens; "paged" gives it blocks of block_size
+      tokens as its tokens arrive (PagedAttention), lets requests share them, and preempts when there is none left.
+    num_blocks: slots or blocks of the cache; None takes as many as the requests that can run at once could fill, or as
+      fit in memory. block_size, enable_prefix_caching (keep blocks that nobody uses until their room is needed, for
+      requests that begin alike), attention_backend (see `paged_attention`): of the paged cache.
     max_num_seqs: requests that run at once at most; others wait. max_num_batched_tokens: tokens that one step computes
       at most, so that a long prompt is taken in chunks. max_model_len: tokens of prompt and answer together; None takes
-      the model's limit, at most 2,048, less where the cache would not fit in memory (a warning says so).
+      the model's limit, at most 2,048, less where slots would not fit in memory (a warning says so).
     clock: seconds as a float; tests inject their own. trace: keep a `StepTrace` of every step in `steps`.
 
     Raises `UnsupportedModel` for a model that cannot be run with many requests in one row, `InvalidParameter` for

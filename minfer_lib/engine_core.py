@@ -17,18 +17,20 @@ from typing import Any, Literal
 
 import torch
 
-from .cache_size import check_count, make_cache
+from .cache_size import check_count, make_pages, make_slots
 from .errors import GenerationFailed, InvalidParameter, MinferError, one_of
 from .interrupts import held_interrupts
 from .loading import LanguageModel
 from .model_runner import ModelRunner
-from .prompts import make_requests, request_ids
+from .packed_batch import GATHER
+from .paged_attention import AttentionBackend, choose_kernels
+from .prompts import check_fits_pool, make_requests, request_ids, resolve_max_model_len
 from .request import Request, RequestOutput
 from .sampling import Sampler, Samples
 from .scheduler import Chunk, Scheduler
 from .trace import StepTrace, Totals
 
-KV_CACHES = ("slots",)
+KV_CACHES = ("slots", "paged")
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
@@ -38,17 +40,18 @@ class EngineCore:
     Its arguments are described there.
     """
 
-    name = "slots"
-
     def __init__(
         self,
         lm: LanguageModel,
-        kv_cache: Literal["slots"] = "slots",
+        kv_cache: Literal["slots", "paged"] = "slots",
         *,
+        block_size: int = 16,
         num_blocks: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
+        enable_prefix_caching: bool = True,
         max_model_len: int | None = None,
+        attention_backend: AttentionBackend = "auto",
         clock: Callable[[], float] = time.perf_counter,
         trace: bool = False,
     ) -> None:
@@ -56,14 +59,29 @@ class EngineCore:
             raise InvalidParameter(f"kv_cache={kv_cache!r} is not possible: it must be {one_of(KV_CACHES)}.")
         self.max_num_seqs = check_count("max_num_seqs", max_num_seqs)
         self.max_num_batched_tokens = check_count("max_num_batched_tokens", max_num_batched_tokens)
+        self.num_blocks = None if num_blocks is None else check_count("num_blocks", num_blocks)
+        block_size = check_count("block_size", block_size)
+        self.max_model_len = resolve_max_model_len(lm, max_model_len)
         self.lm, self.kv_cache, self.clock, self.trace = lm, kv_cache, clock, trace
-        self.num_blocks = num_blocks
-        self.cache = make_cache(lm, self.max_num_seqs, num_blocks, max_model_len)
-        self.max_model_len = self.cache.block_size
+        self.name = kv_cache
+        kernels, watermark = GATHER, 0
+        if kv_cache == "slots":
+            self.cache = make_slots(
+                lm, self.max_num_seqs, self.num_blocks, self.max_model_len, cut=max_model_len is None
+            )
+            self.max_model_len = self.cache.block_size
+        else:
+            kernels = choose_kernels(lm.device, lm.dtype, attention_backend)
+            self.cache = make_pages(
+                lm, self.max_num_seqs, self.num_blocks, self.max_model_len, block_size=block_size,
+                step_tokens=self.max_num_batched_tokens, enable_prefix_caching=bool(enable_prefix_caching),
+            )  # fmt: skip
+            watermark = max(1, self.cache.num_blocks // 100)
         self.scheduler = Scheduler(
-            self.cache, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens
-        )
-        self.runner = ModelRunner(lm, self.cache, Sampler(lm.eos_ids))
+            self.cache, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,
+            watermark=watermark,
+        )  # fmt: skip
+        self.runner = ModelRunner(lm, self.cache, Sampler(lm.eos_ids), kernels)
         self.steps: list[StepTrace] = []
         self._ids = request_ids()
         self._owned: set[Request] = set()  # in the queues, by a generate or a stream, which reads them itself
@@ -121,7 +139,7 @@ class EngineCore:
             for row, chunk in enumerate(inputs.sampled)
             if row not in samples.errors and not chunk.request.finished
         }
-        trace = StepTrace.of(chunks, gained, self.scheduler, self.cache)
+        trace = StepTrace.of(chunks, gained, self.scheduler, self.cache, with_blocks=self.trace)
         self._postprocess(chunks, inputs.sampled, samples)
         self._reap()
         trace = trace.timed(began, scheduled, built, computed, self.clock())
@@ -142,8 +160,10 @@ class EngineCore:
                 request.finish("error", now, error=f"{type(error).__name__}: {error}")
             else:
                 request.append(samples.token_ids[row], samples.logprobs[row], now)
+                if request.num_tokens > self.kv_tokens:  # its newest token is an answer, but finds no room any more
+                    request.finish("length", now, stop_reason="kv_cache_full")
         for chunk in chunks:
-            chunk.request.num_computed += chunk.num_tokens
+            self.scheduler.computed(chunk)
 
     def _expire(self, now: float) -> None:
         for request in (*self.scheduler.waiting, *self.scheduler.running):
@@ -168,10 +188,13 @@ class EngineCore:
 
     def _requests(self, prompts: Any, params: Any, ids: Any = None) -> list[Request]:
         known = self._known_ids()
-        return make_requests(
+        requests = make_requests(
             self.lm, prompts, params, max_model_len=self.max_model_len, now=self.clock(),
             ids=ids or (each for each in self._ids if each not in known),
         )  # fmt: skip
+        for request in requests:
+            check_fits_pool(request, self.kv_tokens)
+        return requests
 
     def _known_ids(self) -> set[str]:
         everybody = itertools.chain(self.scheduler.waiting, self.scheduler.running, self._outputs)
@@ -197,6 +220,11 @@ class EngineCore:
     def stats(self) -> dict[str, float]:
         """Where the engine stands and what it has done since it was made; the names are those of `trace.Totals`."""
         return self._totals.report(self.scheduler, self.cache)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache has room for: the most that one request could have, if it were alone."""
+        return self.cache.num_blocks * self.cache.block_size
 
     def kv_bytes(self) -> int:
         """Bytes that the KV cache reserves."""

@@ -43,6 +43,10 @@ class PromptTooLong(InvalidPrompt):
     """A prompt that leaves no room for a single new token within `max_model_len`."""
 
 
+class NoFreeBlock(MinferError):
+    """A `BlockAllocator` was asked for a block, and all are in use. The engine never lets it come to that."""
+
+
 class InvariantBroken(MinferError):
     """What must hold between the steps of an engine does not: a fault of this package, found by `check_invariants`."""
 

@@ -146,6 +146,23 @@ class KVPool:
         self.values.index_copy_(0, rows, values)
 
 
+@dataclass(frozen=True)
+class Prefix:
+    """The first `tokens` tokens of a request, where a cache holds them already: in these blocks.
+
+    keys: of its full blocks, for a cache that finds blocks by what they hold. forked: whether it is that of another
+    answer to the same prompt, at work now.
+    """
+
+    tokens: int = 0
+    blocks: tuple[int, ...] = ()
+    keys: tuple[bytes, ...] = ()
+    forked: bool = False
+
+
+NO_PREFIX = Prefix()
+
+
 class SlotKVCache:
     """One slot of `max_len` tokens for each of at most `num_slots` running requests.
 
@@ -155,6 +172,8 @@ class SlotKVCache:
     layers: {layer index: its shape}. Memory is reserved at once: `nbytes_reserved`.
     """
 
+    shares_prompts = False  # a slot has one owner
+
     def __init__(self, layers: Mapping[int, LayerShape], num_slots: int, max_len: int, device: torch.device) -> None:
         self.block_size, self.num_blocks = max_len, num_slots
         self.bytes_per_token = sum(shape.bytes_per_token for shape in layers.values())
@@ -163,11 +182,25 @@ class SlotKVCache:
         self._slots: dict[Hashable, int] = {}
         self._written: dict[Hashable, int] = {}  # rows of its slot that a request may have written
 
-    def allocate(self, owner: Hashable, tokens: int) -> bool:
-        """Sees to room for the first `tokens` tokens of a request; False if there is none, and then nothing changed."""
-        if tokens > self.block_size or (owner not in self._slots and not self._free):
+    def match(self, owner: Hashable) -> Prefix:
+        """What the cache holds of a new request: nothing, a slot begins empty."""
+        return NO_PREFIX
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that so many tokens need: the one slot."""
+        return 1
+
+    def allocate(
+        self, owner: Hashable, tokens: int, computed: int = 0, *, prefix: Prefix = NO_PREFIX, reserve: int = 0
+    ) -> bool:
+        """Sees to room for the first `tokens` tokens of a request; False if there is none, and then nothing changed.
+
+        reserve: slots that must stay free. The rest matters to caches that give out less than a slot at a time.
+        """
+        new = owner not in self._slots
+        if tokens > self.block_size or (new and len(self._free) <= reserve):
             return False
-        if owner not in self._slots:
+        if new:
             self._slots[owner] = heapq.heappop(self._free)
         self._written[owner] = max(tokens, self._written.get(owner, 0))
         return True
@@ -186,6 +219,9 @@ class SlotKVCache:
             pool.values[begin : begin + self._written[owner]] = 0
         del self._slots[owner], self._written[owner]
         heapq.heappush(self._free, slot)
+
+    def commit(self, owner: Hashable, computed: int) -> None:
+        """Hears of each request's tokens that are in the cache now; nobody else can use them here."""
 
     def block_table(self, owner: Hashable) -> list[int]:
         """The blocks that hold a request's tokens, in order: here the one slot."""
@@ -206,8 +242,17 @@ class SlotKVCache:
         return self.num_blocks * self.block_size * self.bytes_per_token
 
     @property
+    def nbytes_held(self) -> int:
+        """Bytes of the slots that requests have."""
+        return self.blocks_used * self.block_size * self.bytes_per_token
+
+    @property
     def nbytes_used(self) -> int:
         return self.tokens_used * self.bytes_per_token
+
+    def report(self) -> dict[str, int]:
+        """Slots in use, and free."""
+        return {"blocks_used": self.blocks_used, "blocks_free": self.num_blocks - self.blocks_used}
 
     def check_invariants(self, computed: Mapping[Hashable, int] | None = None) -> None:
         """Raises `InvariantBroken` unless every slot is free or owned by exactly one request.

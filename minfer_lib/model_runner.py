@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .attention import NAME, PackedBatch, attention_configs, implementation
+from .attention import NAME, attention_configs, implementation
 from .interrupts import held_interrupts
 from .kv_cache import SlotKVCache
 from .loading import LanguageModel
+from .packed_batch import GATHER, AttentionKernels, PackedBatch
 from .sampling import Sampler, Samples
 from .scheduler import Chunk
+
+if TYPE_CHECKING:
+    from .paged import PagedKVCache
 
 # All but cuDNN's, which compiles a plan for each new shape of its inputs: here every step has one, 37 ms on an H200.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -37,8 +42,10 @@ class ModelInput:
 class ModelRunner:
     """Builds the packed row, calls the model, samples."""
 
-    def __init__(self, lm: LanguageModel, cache: SlotKVCache, sampler: Sampler) -> None:
-        self.lm, self.cache, self.sampler = lm, cache, sampler
+    def __init__(
+        self, lm: LanguageModel, cache: SlotKVCache | PagedKVCache, sampler: Sampler, kernels: AttentionKernels = GATHER
+    ) -> None:
+        self.lm, self.cache, self.sampler, self.kernels = lm, cache, sampler, kernels
         self._keeps_rows = lm.model._supports_logits_to_keep()
         self._configs = attention_configs(lm.model)
 
@@ -64,7 +71,7 @@ class ModelRunner:
         input_ids, position_ids, slot_mapping, keep = numbers.split([len(ids)] * 3 + [len(logits_rows)])
         batch = PackedBatch(
             self.cache.pools, size, [tables[chunk] for chunk in chunks], [chunk.num_tokens for chunk in chunks],
-            [chunk.request.num_computed + chunk.num_tokens for chunk in chunks], slot_mapping,
+            [chunk.request.num_computed + chunk.num_tokens for chunk in chunks], slot_mapping, self.kernels,
         )  # fmt: skip
         return ModelInput(input_ids[None], position_ids[None], batch, keep, sampled)
 

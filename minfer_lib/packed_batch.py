@@ -11,11 +11,28 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from .kv_cache import KVPool
 
 MOST_IDLE = 2  # blocks looked at for each block that is needed, before copying the needed ones together is cheaper
+
+
+@dataclass(frozen=True)
+class AttentionKernels:
+    """Functions that attend over block tables in one go; without one, blocks are gathered and torch attends.
+
+    name: for people. decode: `kernels.paged_attention.paged_decode`, or another of the same arguments, for requests
+    with one new token. prefill: `paged_prefill`, for those with more.
+    """
+
+    name: str
+    decode: Callable[..., torch.Tensor] | None = None
+    prefill: Callable[..., torch.Tensor] | None = None
+
+
+GATHER = AttentionKernels("gather")
 
 
 @dataclass
@@ -29,6 +46,7 @@ class PackedBatch:
       tokens, in order of position.
     q_lens: [R] new tokens of each request. kv_lens: [R] tokens of each request in the cache once the new ones are.
     slot_mapping: [T] row of the pools that each new token's key and value go to.
+    kernels: what attends.
     """
 
     pools: dict[int, KVPool]
@@ -37,6 +55,7 @@ class PackedBatch:
     q_lens: list[int]
     kv_lens: list[int]
     slot_mapping: torch.Tensor
+    kernels: AttentionKernels = GATHER
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)  # by the first layer, for all that follow
 
     @cached_property
@@ -47,6 +66,41 @@ class PackedBatch:
     @property
     def device(self) -> torch.device:
         return self.slot_mapping.device
+
+    @cached_property
+    def longest_decode(self) -> int:
+        """Tokens in the cache of the longest decoding request."""
+        return max(self.kv_lens[: self.num_decodes])
+
+    @cached_property
+    def most_new(self) -> int:
+        """New tokens of the request that has most."""
+        return max(self.q_lens)
+
+    @cached_property
+    def decode_numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For kernels: block tables [decodes, most blocks] and kv_lens [decodes], int32."""
+        tables, kv_lens, _ = self._numbers
+        return tables[: self.num_decodes], kv_lens[: self.num_decodes]
+
+    @cached_property
+    def chunk_numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same of the other requests, and where the tokens of each begin among those of all of them, with the end
+        of the last [chunks + 1]."""
+        tables, kv_lens, starts = self._numbers
+        return tables[self.num_decodes :], kv_lens[self.num_decodes :], starts
+
+    @cached_property
+    def _numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows, width = len(self.block_tables), max(map(len, self.block_tables))
+        tables = np.zeros((rows, width), dtype=np.int32)
+        for row, table in zip(tables, self.block_tables, strict=True):
+            row[: len(table)] = table
+        starts = np.cumsum([0, *self.q_lens[self.num_decodes :]], dtype=np.int32)
+        flat = np.concatenate([tables.ravel(), np.asarray(self.kv_lens, dtype=np.int32), starts])
+        moved = torch.from_numpy(flat).to(self.device, non_blocking=True)  # one copy to the device for all of them
+        tables, kv_lens, starts = moved.split([rows * width, rows, len(starts)])
+        return tables.view(rows, width), kv_lens, starts
 
     @cached_property
     def decode_context(self) -> Context:

@@ -49,16 +49,19 @@ def make_requests(
         check_against_model(each, lm)
         request_id = next(ids)
         seed = each.seed if each.seed is not None else secrets.randbits(63)
-        for index in range(each.n):
-            requests.append(
-                Request(
-                    request_id, index, list(token_ids), each, seed + index,
-                    max_new_tokens=min(each.max_tokens, max_model_len - len(token_ids)),
-                    eos_ids=lm.eos_ids,
-                    decoder=StreamDecoder(lm.tokenizer, token_ids),
-                    metrics=RequestMetrics(arrival=now),
-                )
-            )  # fmt: skip
+        answers = [
+            Request(
+                request_id, index, list(token_ids), each, seed + index,
+                max_new_tokens=min(each.max_tokens, max_model_len - len(token_ids)),
+                eos_ids=lm.eos_ids,
+                decoder=StreamDecoder(lm.tokenizer, token_ids),
+                metrics=RequestMetrics(arrival=now),
+            )
+            for index in range(each.n)
+        ]  # fmt: skip
+        for answer in answers if each.n > 1 else ():
+            answer.siblings = tuple(other for other in answers if other is not answer)
+        requests += answers
     return requests
 
 
@@ -119,6 +122,16 @@ def prompt_token_ids(lm: LanguageModel, prompt: Any, max_model_len: int) -> list
             f"it, or make the engine with a larger max_model_len (at most {lm.max_model_len} for {lm.name})."
         )
     return token_ids
+
+
+def check_fits_pool(request: Request, kv_tokens: int) -> None:
+    """Raises `PromptTooLong` for a prompt that the whole KV cache could not hold."""
+    tokens = len(request.prompt_token_ids)
+    if tokens > kv_tokens:
+        raise PromptTooLong(
+            f"A prompt of {tokens} tokens can never run: this engine's KV cache has room for {kv_tokens} tokens. Shorten "
+            "it, or make the engine with more blocks (num_blocks)."
+        )
 
 
 def check_against_model(params: SamplingParams, lm: LanguageModel) -> None:

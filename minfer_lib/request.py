@@ -6,6 +6,7 @@ that can be wrong with prompts and parameters is found by `prompts.make_requests
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -111,6 +112,7 @@ class Request:
     priority: float = 0  # lower numbers run first
     deadline: float | None = None  # second of the engine's clock when its time is up
     num_computed: int = 0  # tokens, of the prompt and then of the output, that the KV cache holds
+    siblings: Sequence[Request] = ()  # the other answers to the same prompt
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.params.stop)
@@ -130,12 +132,16 @@ class Request:
         """Tokens that the model has not seen: some of the prompt, or the one that was sampled last."""
         return self.num_tokens - self.num_computed
 
-    def next_tokens(self, count: int) -> list[int]:
-        """The first `count` of those."""
-        begin, prompt = self.num_computed, len(self.prompt_token_ids)
+    def tokens(self, begin: int, end: int) -> list[int]:
+        """Token ids of prompt and output from one position to another."""
+        prompt = len(self.prompt_token_ids)
         if begin >= prompt:
-            return self.token_ids[begin - prompt : begin - prompt + count]
-        return self.prompt_token_ids[begin : begin + count] + self.token_ids[: max(0, begin + count - prompt)]
+            return self.token_ids[begin - prompt : end - prompt]
+        return self.prompt_token_ids[begin:end] + self.token_ids[: max(0, end - prompt)]
+
+    def next_tokens(self, count: int) -> list[int]:
+        """The first `count` of those that are to compute."""
+        return self.tokens(self.num_computed, self.num_computed + count)
 
     def append(self, token_id: int, logprobs: dict[int, float] | None, now: float) -> None:
         """Takes the token of one step and ends the request if it was the last."""

@@ -4,29 +4,48 @@ A step has a budget of tokens. A decoding request asks for one of it, a request 
 much as is left: a long prompt is taken in chunks, so that those who decode need not wait for it (chunked prefill,
 Agrawal et al. 2024). Requests join and leave between any two steps.
 
+A cache that gives out memory as it is used can run out of it. Then the request that would have been served last gives
+its room back and waits again, with all that it has generated (preemption by recomputation, Kwon et al. 2023).
+
 Invariant, after every call: a request is waiting, running, or gone; running ones, and only they, own room in the cache;
-at most `max_num_seqs` run; no schedule exceeds the budget, has a request twice or is empty while anybody could run.
+at most `max_num_seqs` run; no schedule exceeds the budget, has a request twice or is empty while anybody could run. The
+first of all, by priority and arrival, never gives way, so that somebody always gets on.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from .errors import InvariantBroken
+from .kv_cache import NO_PREFIX, Prefix
 from .request import Request
 
 
 class Cache(Protocol):
     """What the scheduler has to know of a KV cache."""
 
-    def allocate(self, owner: Hashable, tokens: int) -> bool: ...
+    shares_prompts: bool
 
-    def free(self, owner: Hashable) -> None: ...
+    def match(self, request: Request) -> Prefix: ...
 
-    def check_invariants(self, computed: Mapping[Hashable, int]) -> None: ...
+    def fork(self, owner: Request, tokens: int) -> Prefix: ...  # where it shares prompts
+
+    def blocks_for(self, tokens: int) -> int: ...
+
+    def block_table(self, owner: Request) -> Sequence[int]: ...
+
+    def allocate(
+        self, owner: Request, tokens: int, computed: int, *, prefix: Prefix = NO_PREFIX, reserve: int = 0
+    ) -> bool: ...
+
+    def commit(self, owner: Request, computed: int) -> None: ...
+
+    def free(self, owner: Request) -> None: ...
+
+    def check_invariants(self, computed: Mapping[Request, int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -42,27 +61,58 @@ class Chunk:
         return self.num_tokens == self.request.num_to_compute
 
 
+@dataclass
+class Sharing:
+    """What requests gained from each other's keys and values, and lost to each other.
+
+    asked_tokens: tokens of all requests that joined; hit_tokens: those of them that were found in the cache, by what
+    they are; forked_tokens: those that another answer to the same prompt had. preemptions: how often a request gave
+    way; recomputed_tokens: tokens that had to be, or will have to be, computed again for that.
+    """
+
+    asked_tokens: int = 0
+    hit_tokens: int = 0
+    forked_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+
+    def count(self, request: Request, prefix: Prefix) -> None:
+        """A request joins with this prefix, for the first time or after a preemption."""
+        if request.metrics.preemptions:
+            self.recomputed_tokens -= prefix.tokens
+            return
+        self.asked_tokens += request.num_tokens
+        if prefix.forked:
+            self.forked_tokens += prefix.tokens
+        else:
+            self.hit_tokens += prefix.tokens
+
+
 class Scheduler:
     """The queues of an engine.
 
     cache: asked for room for each chunk. max_num_seqs: requests that run at most. max_num_batched_tokens: tokens that a
-    step computes at most.
+    step computes at most. watermark: blocks that a request which joins others must leave free, so that these can grow.
 
     Lower priority numbers run first. Among equals, requests that decode go before those that still prefill, and these
     in order of arrival; if the budget does not reach for all that decode, they take turns. Nobody overtakes a request
-    of his own priority in the queue, so each gets its turn.
+    of his own priority in the queue, so each gets its turn; only an answer whose prompt a sibling is computing at that
+    moment lets others pass until it can share it.
     """
 
-    def __init__(self, cache: Cache, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, cache: Cache, *, max_num_seqs: int, max_num_batched_tokens: int, watermark: int = 0) -> None:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.watermark = watermark
         self.waiting: list[Request] = []  # in the order in which they will be admitted
         self.running: list[Request] = []
+        self.sharing = Sharing()
         self._arrivals: dict[Request, int] = {}  # of all that wait or run
         self._served: dict[Request, int] = {}  # of all that run: which of all chunks was their last
         self._count = 0  # of arrivals
         self._chunks = 0
+        self._closed = False  # to new requests: somebody was preempted, and nobody has ended since
 
     def add(self, request: Request) -> None:
         """Puts a request into the queue, behind those of its priority."""
@@ -71,32 +121,97 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=self._order)
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step; requests are admitted as far as budget, slots and cache reach."""
-        budget, chunks = self.max_num_batched_tokens, []
-        full = False  # somebody found no room, and who comes behind must not overtake; those that have room go on
-        queue = sorted([*self.running, *self.waiting[: self.max_num_seqs]], key=self._urgency)
-        for request in queue:
+        """The chunks of the next step; requests are admitted as far as budget, places and cache reach."""
+        plan: dict[Request, int] = {}  # tokens of each
+        budget = self.max_num_batched_tokens
+        full = self._closed and bool(self.running)  # nobody joins; those that have room go on
+        for request in sorted([*self.running, *self.waiting[: self.max_num_seqs]], key=self._urgency):
             if not budget:
                 break
-            tokens = min(budget, request.num_to_compute)
-            new = request not in self._served
-            if new and (full or len(self.running) >= self.max_num_seqs):
+            if request in self._served:
+                tokens = min(budget, request.num_to_compute)
+                preempted = self._make_room(request, request.num_computed + tokens)
+                budget += sum(plan.pop(each, 0) for each in preempted or ())
+                full |= preempted is None or len(preempted) > 0
+                if preempted is None:  # it waits for one of those before it to end, and keeps what it has
+                    continue
+            elif full or len(self.running) >= self.max_num_seqs or (prefix := self._prefix(request)) is None:
                 continue
-            if not self.cache.allocate(request, request.num_computed + tokens):
-                full = True
-                continue
-            if new:
-                self.waiting.remove(request)
-                self.running.append(request)
+            else:
+                tokens = min(budget, request.num_tokens - prefix.tokens)
+                if not self._admit(request, tokens, prefix):
+                    full = True  # who comes behind must not overtake
+                    continue
             self._chunks += 1
             self._served[request] = self._chunks
             budget -= tokens
-            chunks.append(Chunk(request, tokens))
-        return chunks
+            plan[request] = tokens
+        return [Chunk(request, tokens) for request, tokens in plan.items()]
+
+    def _make_room(self, request: Request, tokens: int) -> list[Request] | None:
+        """Room for a running request's tokens, taken from those that come after it if need be: these; None if it would
+        have to be taken from those before it."""
+        preempted = []
+        while not self.cache.allocate(request, tokens, request.num_computed):
+            last = max(self.running, key=self._order)
+            if last is request:
+                return None
+            self._preempt(last)
+            preempted.append(last)
+        return preempted
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue, where it stood; its tokens stay, what the cache held of them is computed again.
+
+        Nobody joins until a request has ended: who joined at once would be the next to be preempted.
+        """
+        self.cache.free(request)
+        self.running.remove(request)
+        del self._served[request]
+        self.sharing.preemptions += 1
+        self.sharing.recomputed_tokens += request.num_computed
+        request.metrics.preemptions += 1
+        request.num_computed = 0
+        bisect.insort(self.waiting, request, key=self._order)
+        self._closed = True
+
+    def _prefix(self, request: Request) -> Prefix | None:
+        """What a new request need not compute; None if it had better wait for a sibling that is computing it."""
+        found = self.cache.match(request)
+        shared = min(len(request.prompt_token_ids), request.num_tokens - 1)  # tokens that a sibling may have
+        for other in request.siblings if self.cache.shares_prompts and shared > found.tokens else ():
+            if other in self._served:
+                return self.cache.fork(other, shared) if other.num_computed >= shared else None
+        return found
+
+    def _admit(self, request: Request, tokens: int, prefix: Prefix) -> bool:
+        """Lets a request join with its next `tokens` tokens, if all of its tokens will fit beside what others need for
+        theirs; False if not, and then nothing changed."""
+        end = prefix.tokens + tokens
+        reserve = self.cache.blocks_for(request.num_tokens) - self.cache.blocks_for(end)
+        if self.running:
+            reserve += self.watermark
+            reserve += sum(
+                self.cache.blocks_for(other.num_tokens) - len(self.cache.block_table(other)) for other in self.running
+            )
+        if not self.cache.allocate(request, end, prefix.tokens, prefix=prefix, reserve=reserve):
+            return False
+        self.sharing.count(request, prefix)
+        request.num_computed = prefix.tokens
+        self.waiting.remove(request)
+        self.running.append(request)
+        return True
+
+    def computed(self, chunk: Chunk) -> None:
+        """A chunk has been computed, and lies in the cache."""
+        request = chunk.request
+        request.num_computed += chunk.num_tokens
+        self.cache.commit(request, request.num_computed)
 
     def remove_finished(self) -> list[Request]:
         """Takes out every request that has a finish reason, gives its room back, and returns them."""
         done = [request for request in (*self.waiting, *self.running) if request.finished]
+        self._closed = self._closed and not any(request in self._served for request in done)
         for request in done:
             self.cache.free(request)
             self._arrivals.pop(request)
@@ -124,6 +239,8 @@ class Scheduler:
             raise InvariantBroken("the waiting queue is out of order")
         if set(self.running) != self._served.keys() or len(self.running) > self.max_num_seqs:
             raise InvariantBroken(f"{len(self.running)} requests run, {len(self._served)} were admitted")
+        if any(request.num_computed for request in self.waiting):
+            raise InvariantBroken("a request that waits has tokens in the cache")
         for request in self.running:
             if not 0 <= request.num_computed <= request.num_tokens:
                 raise InvariantBroken(f"{request.num_computed} of {request.num_tokens} tokens computed")

@@ -6,10 +6,14 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .kv_cache import SlotKVCache
 from .request import Request
 from .scheduler import Chunk, Scheduler
+
+if TYPE_CHECKING:
+    from .paged import PagedKVCache
 
 
 @dataclass(frozen=True)
@@ -30,17 +34,59 @@ class TracedChunk:
 
 
 @dataclass(frozen=True)
+class TracedTable:
+    """The block table of a running request, and how many tokens it covers after the step."""
+
+    request_id: str
+    index: int
+    blocks: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class BlockMap:
+    """What the blocks of a paged cache held in a step; those in neither list are empty.
+
+    tables: of all running requests; a block in two of them is shared. cached: free blocks whose contents can still be
+    found, the next to be evicted first. preemptions, bytes_copied, hit_tokens, forked_tokens: sums up to here.
+    """
+
+    block_size: int
+    num_blocks: int
+    tables: tuple[TracedTable, ...]
+    cached: tuple[int, ...]
+    preemptions: int = 0
+    bytes_copied: int = 0
+    hit_tokens: int = 0
+    forked_tokens: int = 0
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, cache: PagedKVCache) -> BlockMap:
+        sharing = scheduler.sharing
+        return cls(
+            cache.block_size, cache.num_blocks,
+            tuple(
+                TracedTable(request.request_id, request.index, tuple(table.blocks), table.tokens)
+                for request, table in cache.tables.items()
+            ),
+            cache.allocator.cached, sharing.preemptions, cache.bytes_copied, sharing.hit_tokens, sharing.forked_tokens,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class StepTrace:
     """One step. Moments in seconds of the engine's clock; the model's part, sampling included, is built..computed.
 
-    waiting: (request_id, index) of those still in the queue. kv_tokens: tokens in the cache after the step.
-    kv_capacity: rows that the cache has.
+    waiting: (request_id, index) of those still in the queue. kv_tokens: tokens in the cache after the step. kv_held:
+    rows that belong to requests, filled or not. kv_capacity: rows that the cache has. blocks: of a paged cache.
     """
 
     chunks: tuple[TracedChunk, ...]
     waiting: tuple[tuple[str, int], ...]
     kv_tokens: int
     kv_capacity: int
+    kv_held: int = 0
+    blocks: BlockMap | None = None
     began: float = 0.0
     scheduled: float = 0.0
     built: float = 0.0
@@ -49,14 +95,20 @@ class StepTrace:
 
     @classmethod
     def of(
-        cls, chunks: Sequence[Chunk], gained: Collection[Request], scheduler: Scheduler, cache: SlotKVCache
+        cls,
+        chunks: Sequence[Chunk],
+        gained: Collection[Request],
+        scheduler: Scheduler,
+        cache: SlotKVCache | PagedKVCache,
+        with_blocks: bool = False,
     ) -> StepTrace:
         """Taken after the forward pass, before anything is appended. gained: the requests that get a new token."""
         return cls(
             tuple(
                 TracedChunk(
                     chunk.request.request_id, chunk.request.index, chunk.request.num_computed, chunk.num_tokens,
-                    chunk.request.num_computed >= len(chunk.request.prompt_token_ids), chunk.request in gained,
+                    chunk.num_tokens == 1 and chunk.request.num_computed >= len(chunk.request.prompt_token_ids),
+                    chunk.request in gained,
                     cache.block_table(chunk.request)[0],
                 )
                 for chunk in chunks
@@ -64,6 +116,8 @@ class StepTrace:
             tuple((request.request_id, request.index) for request in scheduler.waiting),
             cache.tokens_used,
             cache.num_blocks * cache.block_size,
+            cache.blocks_used * cache.block_size,
+            BlockMap.of(scheduler, cache) if with_blocks and hasattr(cache, "tables") else None,
         )  # fmt: skip
 
     def timed(self, began: float, scheduled: float, built: float, computed: float, ended: float) -> StepTrace:
@@ -111,10 +165,11 @@ class Totals:
         self.model_s += step.computed - step.built
         self.postprocess_s += step.ended - step.computed
 
-    def report(self, scheduler: Scheduler, cache: SlotKVCache) -> dict[str, float]:
+    def report(self, scheduler: Scheduler, cache: SlotKVCache | PagedKVCache) -> dict[str, float]:
         """The sums, and where the engine stands now: waiting and running requests, bytes of cache.
 
-        mean_batch: requests in a step, on average. kv_bytes_used: of rows that hold a token.
+        mean_batch: requests in a step, on average. kv_bytes_held: of blocks that requests have; kv_bytes_used: of rows
+        that hold a token. The rest is named by `scheduler.Sharing` and by the cache's own `report`.
         """
         sums = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "finished"}
         batch = sums.pop("scheduled_requests") / max(1, self.steps)
@@ -125,5 +180,8 @@ class Totals:
             "mean_batch": batch,
             **{f"finished_{reason}": count for reason, count in sorted(self.finished.items())},
             "kv_bytes_reserved": cache.nbytes_reserved,
+            "kv_bytes_held": cache.nbytes_held,
             "kv_bytes_used": cache.nbytes_used,
+            **cache.report(),
+            **dataclasses.asdict(scheduler.sharing),
         }

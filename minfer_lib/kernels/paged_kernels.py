@@ -1,0 +1,219 @@
+"""The kernels of paged attention, in Triton: decoding, the merge of its parts, and prompts.
+
+Invariant: a key or value is found through its request's block table and nowhere else, each is read once for all query
+heads that share it, and what a query must not see is never loaded: whatever stands in free blocks or behind a
+request's length, NaN too, cannot reach a result. Sums are float32 and run in a fixed order, so equal inputs give equal
+bits. `paged_attention` launches the kernels and checks what they get.
+
+Three ideas, one on top of the other. *Following the table* (Kwon et al. 2023, PagedAttention, arXiv:2309.06180): the
+token at position p lies in row table[p // block_size] * block_size + p % block_size of the pools. The *online softmax*
+(Milakov and Gimelshein 2018, arXiv:1805.02867; for attention Dao et al. 2022, FlashAttention, arXiv:2205.14135): keys
+come in tiles, and a running maximum, sum and average stand for all of the tiles so far, so that no row of scores is
+ever written out. *Split and merge* (Dao et al. 2023, Flash-Decoding): such running results of parts of the keys can be
+merged into that of all of them, so several programs may share one long context.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .int8_products import _finished
+
+LOWEST = tl.constexpr(-3e38)  # where a running maximum starts: finite, since -inf - -inf would be NaN
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _pool_rows(table, positions, seen, BLOCK_SIZE: tl.constexpr):
+    """Rows of the pools that hold the tokens at these positions, as int64: a pool may have more than 2**31 numbers."""
+    blocks = tl.load(table + positions // BLOCK_SIZE, mask=seen, other=0)
+    return blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+@triton.jit
+def _load_rows(pool, rows, seen, STRIDE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """[rows, PADDED] of a pool; zeros past DIM and in what is not seen, since a weight of 0 times NaN is NaN."""
+    dims = tl.arange(0, PADDED)
+    inside = seen[:, None] if PADDED == DIM else seen[:, None] & (dims < DIM)[None, :]
+    return tl.load(pool + rows[:, None] * STRIDE + dims[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _scores(query, keys, scale, cap, CAPPED: tl.constexpr):
+    """[queries, keys] query . key * scale, in float32 and in units of log2(e): exp2 is the instruction that GPUs have.
+
+    CAPPED: cap * tanh(scale * query . key). "ieee" keeps float32 from being rounded to tf32.
+    """
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+    if CAPPED:
+        small = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E))  # exp(-2 |x|); tanh |x| is (1 - it) / (1 + it)
+        scores = cap * tl.where(scores < 0, small - 1.0, 1.0 - small) / (1.0 + small)
+    return scores
+
+
+@triton.jit
+def _online_step(top, total, average, scores, values, ASYNCHRONOUS: tl.constexpr):
+    """One more tile of the online softmax.
+
+    top [queries]: the highest score so far; total [queries]: sum of exp2(score - top); average [queries, dims]: sum of
+    exp2(score - top) * value, which divided by total is the result. A higher top shrinks what was summed before it.
+    """
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    average = average * shrink[:, None]
+    average = tl.dot(weights.to(values.dtype), values, average, input_precision="ieee")
+    if ASYNCHRONOUS:  # the weights are the left operand, in registers: the matrix units must be done with them
+        average = _finished(average)
+    return new_top, total, average
+
+
+@triton.jit(do_not_specialize=["table_stride", "keys_per_split", "window"])
+def decode_kernel(
+    query_ptr, keys_ptr, values_ptr, tables_ptr, lens_ptr, sinks_ptr, out_ptr, partial_ptr,
+    token_stride, head_stride, table_stride, keys_per_split, window, scale, cap,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_KEY: tl.constexpr, PADDED_VALUE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr, ASYNCHRONOUS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One new token per request: a program takes one part of one request's keys, for the heads that share a key head.
+
+    WHOLE: there is one part, and the result goes to out [R, heads, VALUE_DIM]. Else the running top, total and average
+    go to partial [R, heads, splits, VALUE_DIM + 2] in float32, for `merge_kernel`.
+    """
+    kv_head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lens_ptr + request)
+    begin = tl.maximum(length - window, 0) + split * keys_per_split  # what is older than the window is skipped
+    end = tl.minimum(begin + keys_per_split, length)
+    if not WHOLE and begin >= length:
+        return  # a short request has fewer parts; the merge knows
+
+    # The heads of the group are the rows of a small matrix, padded to the 16 that the matrix units take.
+    in_group, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_KEY)
+    heads = kv_head * GROUP + in_group
+    query_at = request.to(tl.int64) * token_stride + heads[:, None] * head_stride + dims[None, :]
+    query = tl.load(query_ptr + query_at, mask=(in_group < GROUP)[:, None] & (dims < KEY_DIM)[None, :], other=0.0)
+
+    top = tl.full((ROWS,), LOWEST, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    average = tl.zeros((ROWS, PADDED_VALUE), tl.float32)
+    if SINKS and split == 0:  # one more score, without a value: the sum starts with it
+        top = tl.load(sinks_ptr + heads, mask=in_group < GROUP, other=0.0).to(tl.float32) * LOG2_E
+        total += 1.0
+    table = tables_ptr + request.to(tl.int64) * table_stride
+    for at in range(begin, end, TILE):
+        positions = at + tl.arange(0, TILE)
+        seen = positions < end
+        rows = _pool_rows(table, positions, seen, BLOCK_SIZE)
+        keys = _load_rows(keys_ptr + kv_head * KEY_DIM, rows, seen, KV_HEADS * KEY_DIM, KEY_DIM, PADDED_KEY)
+        values = _load_rows(values_ptr + kv_head * VALUE_DIM, rows, seen, KV_HEADS * VALUE_DIM, VALUE_DIM, PADDED_VALUE)
+        scores = _scores(query.to(DOT_DTYPE), keys.to(DOT_DTYPE), scale, cap, CAPPED)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        top, total, average = _online_step(top, total, average, scores, values.to(DOT_DTYPE), ASYNCHRONOUS)
+
+    dims = tl.arange(0, PADDED_VALUE)
+    out_row = request.to(tl.int64) * (KV_HEADS * GROUP) + heads
+    inside = (in_group < GROUP)[:, None] & (dims < VALUE_DIM)[None, :]
+    if WHOLE:
+        average /= tl.where(total == 0.0, 1.0, total)[:, None]  # a request of length 0 gets zeros
+        out_at = out_row[:, None] * VALUE_DIM + dims[None, :]
+        tl.store(out_ptr + out_at, average.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        part = partial_ptr + (out_row * tl.num_programs(1) + split) * (VALUE_DIM + 2)
+        tl.store(part[:, None] + dims[None, :], average, mask=inside)
+        tl.store(part + VALUE_DIM, top, mask=in_group < GROUP)
+        tl.store(part + VALUE_DIM + 1, total, mask=in_group < GROUP)
+
+
+@triton.jit(do_not_specialize=["keys_per_split", "splits", "window"])
+def merge_kernel(
+    partial_ptr, lens_ptr, out_ptr, keys_per_split, splits, window,
+    VALUE_DIM: tl.constexpr, PADDED_VALUE: tl.constexpr, TILE: tl.constexpr,
+) -> None:  # fmt: skip
+    """out [R, heads, VALUE_DIM] from partial [R, heads, splits, VALUE_DIM + 2]: the online softmax over parts.
+
+    A program takes one head of one request, and TILE parts at a time, in order.
+    """
+    head, request = tl.program_id(0), tl.program_id(1)
+    row = request.to(tl.int64) * tl.num_programs(0) + head
+    length = tl.minimum(tl.load(lens_ptr + request), window)
+    parts = tl.cdiv(length, keys_per_split)  # the others wrote nothing
+    dims = tl.arange(0, PADDED_VALUE)
+    top, total = tl.full((1,), LOWEST, tl.float32), tl.zeros((1,), tl.float32)
+    average = tl.zeros((PADDED_VALUE,), tl.float32)
+    for at in range(0, parts, TILE):
+        split = at + tl.arange(0, TILE)
+        seen = split < parts
+        part = partial_ptr + (row * splits + split) * (VALUE_DIM + 2)
+        averages = tl.load(part[:, None] + dims, mask=seen[:, None] & (dims < VALUE_DIM)[None, :], other=0.0)
+        tops = tl.load(part + VALUE_DIM, mask=seen, other=LOWEST)
+        totals = tl.load(part + VALUE_DIM + 1, mask=seen, other=0.0)
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        weights, shrink = tl.exp2(tops - new_top), tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(totals * weights, 0)
+        average = average * shrink + tl.sum(averages * weights[:, None], 0)
+        top = new_top
+    average /= tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row * VALUE_DIM + dims, average.to(out_ptr.dtype.element_ty), mask=dims < VALUE_DIM)
+
+
+@triton.jit(do_not_specialize=["table_stride", "window"])
+def prefill_kernel(
+    query_ptr, keys_ptr, values_ptr, tables_ptr, lens_ptr, starts_ptr, sinks_ptr, out_ptr,
+    token_stride, head_stride, table_stride, window, scale, cap,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_KEY: tl.constexpr, PADDED_VALUE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    DOT_DTYPE: tl.constexpr, ASYNCHRONOUS: tl.constexpr,
+) -> None:  # fmt: skip
+    """New tokens of requests, some or many of each: a program takes ROWS pairs of (new token, head of a group).
+
+    The pairs of a request are counted through with the heads innermost, so that keys that are fetched once meet all
+    heads that share them and no row is lost where the size of a group is no power of two.
+    """
+    request, kv_head = tl.program_id(2), tl.program_id(1)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tokens see the most keys: they start first
+    start = tl.load(starts_ptr + request)
+    new = tl.load(starts_ptr + request + 1) - start
+    if tile * ROWS >= new * GROUP:
+        return  # the grid is made for the longest chunk
+    length = tl.load(lens_ptr + request)
+    pairs = tile * ROWS + tl.arange(0, ROWS)
+    tokens, heads = pairs // GROUP, kv_head * GROUP + pairs % GROUP
+    inside = pairs < new * GROUP
+    own = length - new + tokens  # the positions of the tokens: the last new one is the last of the request
+    first_own = length - new + tile * ROWS // GROUP
+    begin = tl.maximum(first_own - window + 1, 0)
+    end = tl.minimum(length, length - new + (tile * ROWS + ROWS - 1) // GROUP + 1)  # later keys nobody here sees
+
+    dims = tl.arange(0, PADDED_KEY)
+    query_at = (start + tokens).to(tl.int64)[:, None] * token_stride + heads[:, None] * head_stride + dims[None, :]
+    query = tl.load(query_ptr + query_at, mask=inside[:, None] & (dims < KEY_DIM)[None, :], other=0.0)
+
+    top = tl.full((ROWS,), LOWEST, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    average = tl.zeros((ROWS, PADDED_VALUE), tl.float32)
+    if SINKS:
+        top = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2_E
+        total += 1.0
+    table = tables_ptr + request.to(tl.int64) * table_stride
+    for at in range(begin, end, TILE):
+        positions = at + tl.arange(0, TILE)
+        rows = _pool_rows(table, positions, positions < end, BLOCK_SIZE)
+        keys = _load_rows(keys_ptr + kv_head * KEY_DIM, rows, positions < end, KV_HEADS * KEY_DIM, KEY_DIM, PADDED_KEY)
+        values = _load_rows(
+            values_ptr + kv_head * VALUE_DIM, rows, positions < end, KV_HEADS * VALUE_DIM, VALUE_DIM, PADDED_VALUE
+        )
+        scores = _scores(query.to(DOT_DTYPE), keys.to(DOT_DTYPE), scale, cap, CAPPED)
+        age = own[:, None] - positions[None, :]
+        scores = tl.where((age >= 0) & (age < window), scores, float("-inf"))
+        top, total, average = _online_step(top, total, average, scores, values.to(DOT_DTYPE), ASYNCHRONOUS)
+
+    average /= tl.where(total == 0.0, 1.0, total)[:, None]
+    dims = tl.arange(0, PADDED_VALUE)
+    out_row = (start + tokens).to(tl.int64) * (KV_HEADS * GROUP) + heads
+    out_at = out_row[:, None] * VALUE_DIM + dims[None, :]
+    tl.store(out_ptr + out_at, average.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (dims < VALUE_DIM)[None, :])

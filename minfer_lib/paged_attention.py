@@ -1,0 +1,68 @@
+"""Which code attends over block tables: a kernel that follows them, or torch after the blocks have been gathered.
+
+Gathering (`attention.attend_decodes`) runs anywhere and is easy to read, but copies every key and value of a batch
+before it looks at them. A kernel reads them where they lie: ours are written in Triton for CUDA devices, and in C for
+decoding on a CPU.
+
+Invariant: all of them compute the same attention; what a device or a dtype has no kernel for is gathered.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from .errors import InvalidParameter, UnsupportedModel, one_of
+from .packed_batch import GATHER, AttentionKernels
+
+AttentionBackend = Literal["auto", "gather", "compiled", "triton"]
+BACKENDS = ("auto", "gather", "compiled", "triton")
+
+
+def choose_kernels(device: torch.device, dtype: torch.dtype, backend: AttentionBackend = "auto") -> AttentionKernels:
+    """The kernels for keys and values of a dtype on a device.
+
+    backend: "auto" takes a kernel where there is one; "gather" never does; "compiled" is the C kernel for CPUs, which
+    leaves prompts to torch, "triton" that for CUDA. Raises `InvalidParameter` for a name that is none of these,
+    `UnsupportedModel` if the one that was asked for cannot run here.
+    """
+    if backend not in BACKENDS:
+        raise InvalidParameter(f"attention_backend={backend!r} is not possible: it must be {one_of(BACKENDS)}.")
+    if backend == "gather":
+        return GATHER
+    reasons = []
+    for name, find in (("triton", _triton), ("compiled", _compiled)):
+        if backend in ("auto", name):
+            found = find(device, dtype)
+            if isinstance(found, AttentionKernels):
+                return found
+            reasons.append(found)
+    if backend == "auto":
+        return GATHER
+    raise UnsupportedModel(
+        f"attention_backend={backend!r} was asked for, for {str(dtype).removeprefix('torch.')} on {device.type}: "
+        f"{reasons[0]}. attention_backend='auto' takes what there is."
+    )
+
+
+def _triton(device: torch.device, dtype: torch.dtype) -> AttentionKernels | str:
+    """The kernels, or why there are none."""
+    if device.type != "cuda":
+        return "Triton's kernels run on CUDA devices"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return "Triton's kernels take float32, float16 and bfloat16"
+    try:
+        from .kernels.paged_attention import paged_decode, paged_prefill
+    except ImportError as error:
+        return str(error).rstrip(".")
+    return AttentionKernels("triton", paged_decode, paged_prefill)
+
+
+def _compiled(device: torch.device, dtype: torch.dtype) -> AttentionKernels | str:
+    if device.type != "cpu":
+        return "the C kernel runs on CPUs"
+    from .kernels.compiled_paged import compiled_decode, why_not
+
+    reason = why_not(dtype)
+    return AttentionKernels("compiled", compiled_decode) if reason is None else reason

@@ -1,0 +1,321 @@
+"""The Triton kernels of paged attention, against a float64 reference: on the GPU, else interpreted on the CPU.
+
+Triton decides at its import whether it interprets, for the whole process, so on a CPU the tests run in a process of
+their own: the one test that pytest finds there starts pytest on this file again with TRITON_INTERPRET=1.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+HERE = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
+
+if not HERE:
+
+    def test_interpreted_in_a_process_of_its_own():
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).resolve())],
+            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            cwd=Path(__file__).resolve().parents[1],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+        assert " passed" in done.stdout
+
+else:
+    from minfer_lib.errors import InvalidParameter
+    from minfer_lib.kernels import paged_attention as kernels
+    from minfer_lib.kernels.paged_attention import paged_decode, paged_prefill, plan_splits
+
+    # What rounding to a dtype may change, relatively; Triton's interpreter cuts float32 off to bfloat16 instead.
+    EPS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8 if DEVICE == "cuda" else 2.0**-7}
+
+    class Case:
+        """Requests of given lengths with new tokens each, in a pool of which all that belongs to nobody is NaN.
+
+        The blocks are handed out in random order; `shared` first blocks belong to all requests.
+        """
+
+        def __init__(
+            self, lens, new=None, *, heads=4, kv_heads=2, dim=32, value_dim=None, block_size=16, dtype=torch.float32,
+            shared=0, seed=0, size=1.0,
+        ):  # fmt: skip
+            g = torch.Generator().manual_seed(seed)
+            self.lens, self.new, self.block_size = list(lens), list(new or [1] * len(lens)), block_size
+            value_dim = value_dim or dim
+            widths = [max(1, -(-n // block_size)) for n in lens]
+            blocks = torch.randperm(2 * sum(widths) + 3, generator=g).tolist()
+            keys = torch.full(((2 * sum(widths) + 3) * block_size, kv_heads, dim), torch.nan)
+            values = torch.full((len(keys), kv_heads, value_dim), torch.nan)
+            common = [blocks.pop() for _ in range(shared)]
+            tables = [common + [blocks.pop() for _ in range(width - shared)] for width in widths]
+            self.rows = [
+                [t[p // block_size] * block_size + p % block_size for p in range(n)]
+                for t, n in zip(tables, lens, strict=True)
+            ]
+            for rows in self.rows:
+                keys[rows] = torch.randn(len(rows), kv_heads, dim, generator=g) * size
+                values[rows] = torch.randn(len(rows), kv_heads, value_dim, generator=g)
+            query = torch.randn(sum(self.new), heads, dim, generator=g)
+            self.query, self.keys, self.values = (part.to(dtype).to(DEVICE) for part in (query, keys, values))
+            width = max(widths) + 1
+            self.tables = torch.tensor(
+                [t + t[-1:] * (width - len(t)) for t in tables], dtype=torch.int32, device=DEVICE
+            )
+            self.kv_lens = torch.tensor(self.lens, dtype=torch.int32, device=DEVICE)
+            self.q_starts = torch.tensor([0, *self.new], device=DEVICE).cumsum(0).int()
+            self.scale = dim**-0.5
+
+        def reference(self, window=None, softcap=None, sinks=None):
+            """In float64 and written out, one token at a time: what the formula says."""
+            outs, token = [], 0
+            for rows, n in zip(self.rows, self.new, strict=True):
+                k, v = self.keys[rows].double(), self.values[rows].double()
+                group = self.query.shape[1] // k.shape[1]
+                for position in range(len(rows) - n, len(rows)):
+                    first = 0 if window is None else max(0, position - window + 1)
+                    q = self.query[token].double().unflatten(0, (k.shape[1], group))  # [kv_heads, group, dim]
+                    s = torch.einsum("hgd,nhd->hgn", q, k[first : position + 1]).flatten(0, 1) * self.scale
+                    if softcap is not None:
+                        s = softcap * torch.tanh(s / softcap)
+                    if sinks is not None:
+                        s = torch.cat([s, sinks.double()[:, None]], 1)
+                    w = s.softmax(1)[:, : position + 1 - first].unflatten(0, (k.shape[1], group))
+                    outs.append(torch.einsum("hgn,nhd->hgd", w, v[first : position + 1]).flatten(0, 1))
+                    token += 1
+            return torch.stack(outs)
+
+        def decode(self, splits=None, **special):
+            return paged_decode(
+                self.query, self.keys, self.values, self.tables, self.kv_lens, block_size=self.block_size,
+                longest=max(self.lens), scale=self.scale, splits=splits, **special,
+            )  # fmt: skip
+
+        def prefill(self, **special):
+            return paged_prefill(
+                self.query, self.keys, self.values, self.tables, self.kv_lens, self.q_starts,
+                block_size=self.block_size, most_new=max(self.new), scale=self.scale, **special,
+            )  # fmt: skip
+
+    def assert_right(out, case, **special):
+        """An average of values: off by what rounding the weights, and the result, to the dtype may change of them."""
+        right = case.reference(**special)
+        assert out.dtype == case.query.dtype and out.shape == right.shape
+        eps = max(EPS[out.dtype], 2.0**-21)  # the sums are float32, whose errors add up over the scores
+        error = (out.double() - right).abs().max()
+        largest = case.values[sum(case.rows, [])].abs().max()
+        assert float(error) <= 2 * eps * float(largest), (float(error), eps)
+
+    def sinks_of(heads):
+        return torch.linspace(-2, 3, heads, device=DEVICE)
+
+    SPECIAL = {
+        "plain": {},
+        "window": {"window": 9},
+        "softcap": {"softcap": 1.5},
+        "sinks": {"sinks": True},
+        "all": {"window": 20, "softcap": 2.0, "sinks": True},
+    }
+
+    def special_of(name, heads):
+        special = dict(SPECIAL[name])
+        return special | {"sinks": sinks_of(heads)} if "sinks" in special else special
+
+    @pytest.mark.parametrize("splits", [1, 3, None])
+    @pytest.mark.parametrize("block_size", [1, 2, 7, 16, 64, 100])
+    def test_decode_follows_any_table(block_size, splits):
+        case = Case([1, 5, 64, 131], block_size=block_size)
+        assert_right(case.decode(splits), case)
+
+    @pytest.mark.parametrize("splits", [1, 4])
+    @pytest.mark.parametrize("special", SPECIAL)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    def test_decode_with_what_layers_ask_for(special, dtype, splits):
+        case = Case([70, 3, 19], heads=6, dim=24, value_dim=40, dtype=dtype)
+        special = special_of(special, 6)
+        assert_right(case.decode(splits, **special), case, **special)
+
+    @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (3, 3), (14, 2), (28, 4), (8, 1), (20, 1)])
+    @pytest.mark.parametrize("dim, value_dim", [(16, 16), (80, 80), (96, 64), (112, 112), (256, 256)])
+    def test_heads_and_head_sizes(heads, kv_heads, dim, value_dim):
+        if heads > 8 and dim > 96:
+            pytest.skip("slow where Python runs the kernel, and nothing new in it")
+        case = Case([33, 2], heads=heads, kv_heads=kv_heads, dim=dim, value_dim=value_dim, block_size=16)
+        assert_right(case.decode(), case)
+        case = Case([33, 4], [3, 4], heads=heads, kv_heads=kv_heads, dim=dim, value_dim=value_dim, block_size=16)
+        assert_right(case.prefill(), case)
+
+    @pytest.mark.parametrize("block_size", [1, 2, 7, 16, 64, 100])
+    def test_prefill_of_chunks_of_different_lengths(block_size):
+        """Whole prompts, later parts of prompts and single tokens in one launch."""
+        case = Case([70, 1, 40, 101, 30, 5], [70, 1, 3, 1, 17, 5], heads=6, block_size=block_size)
+        assert_right(case.prefill(), case)
+
+    @pytest.mark.parametrize("special", SPECIAL)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    def test_prefill_with_what_layers_ask_for(special, dtype):
+        case = Case([90, 3, 45], [50, 3, 2], heads=6, dim=24, value_dim=40, dtype=dtype)
+        special = special_of(special, 6)
+        assert_right(case.prefill(**special), case, **special)
+
+    def test_blocks_that_requests_share():
+        case = Case([40, 37, 64], [5, 1, 20], block_size=16, shared=2)
+        assert torch.equal(case.tables[:, :2], case.tables[:1, :2].expand(3, -1))
+        assert_right(case.prefill(), case)
+        case = Case([40, 37, 64], block_size=16, shared=2)
+        assert_right(case.decode(), case)
+        assert_right(case.decode(2), case)
+
+    @pytest.mark.parametrize("window", [1, 15, 16, 17, 64, 1000])
+    def test_windows_begin_where_they_should(window):
+        """Keys older than the window of every query are never loaded: NaN may stand there."""
+        case = Case([100, 16, 17, 200], block_size=16)
+        for rows in case.rows:
+            case.keys[rows[: max(0, len(rows) - window)]] = torch.nan
+            case.values[rows[: max(0, len(rows) - window)]] = torch.nan
+        for splits in (1, 3, None):
+            assert_right(case.decode(splits, window=window), case, window=window)
+        case = Case([100, 16, 17, 200], [10, 16, 1, 60], block_size=16)
+        for rows, new in zip(case.rows, case.new, strict=True):
+            case.values[rows[: max(0, len(rows) - new + 1 - window)]] = torch.nan
+        assert_right(case.prefill(window=window), case, window=window)
+
+    def test_large_scores_do_not_overflow():
+        for dtype in (torch.float32, torch.float16):
+            case = Case([50, 7], dtype=dtype, size=100.0)  # scores of some hundreds: exp of them is infinite
+            assert_right(case.decode(), case)
+            assert_right(case.decode(3), case)
+            case = Case([50, 7], [20, 7], dtype=dtype, size=100.0)
+            assert_right(case.prefill(), case)
+
+    def test_a_longer_request_elsewhere_changes_nothing():
+        """`longest` and the number of requests may be larger than one's own: the same numbers but for rounding."""
+        case = Case([30, 300])
+        alone = paged_decode(
+            case.query[:1], case.keys, case.values, case.tables[:1], case.kv_lens[:1], block_size=16, longest=30,
+            scale=case.scale,
+        )  # fmt: skip
+        torch.testing.assert_close(case.decode(8)[:1], alone, rtol=1e-5, atol=1e-6)
+
+    def test_empty_batches_and_requests():
+        """A row of length 0, as a batch of fixed size has them, gives zeros; a batch of none gives none."""
+        case = Case([20, 40])
+        case.kv_lens[0] = 0
+        for splits in (1, 3):
+            out = case.decode(splits)
+            assert bool((out[0] == 0).all()) and bool((out[1] != 0).any())
+        assert paged_decode(
+            case.query[:0],
+            case.keys,
+            case.values,
+            case.tables[:0],
+            case.kv_lens[:0],
+            block_size=16,
+            longest=0,
+            scale=1.0,
+        ).shape == (0, 4, 32)
+        assert paged_prefill(
+            case.query[:0], case.keys, case.values, case.tables[:0], case.kv_lens[:0], case.q_starts[:1], block_size=16,
+            most_new=0, scale=1.0,
+        ).shape == (0, 4, 32)  # fmt: skip
+
+    def test_strided_queries_and_tables():
+        case = Case([50, 20, 70], [10, 1, 30], heads=6)
+        right = case.prefill()
+        case.query = (
+            case.query.transpose(0, 1).contiguous().transpose(0, 1)
+        )  # [heads, T, dim] beneath, as models have it
+        wide = torch.full((3, 20), -1, dtype=torch.int32, device=DEVICE)
+        wide[:, : case.tables.shape[1]] = case.tables
+        case.tables = wide[:, : case.tables.shape[1]]
+        assert not case.query.is_contiguous() and not case.tables.is_contiguous()
+        assert torch.equal(case.prefill(), right)
+        case.query = case.query.transpose(1, 2).contiguous().transpose(1, 2)  # not even a head's numbers side by side
+        assert torch.equal(case.prefill(), right)
+
+    def test_equal_inputs_give_equal_bits():
+        case, chunk = Case([300, 20, 128], heads=6), Case([100, 20], [60, 20], heads=6)
+        for splits in (1, 3, None):
+            first = case.decode(splits)
+            assert all(torch.equal(first, case.decode(splits)) for _ in range(2))
+        first = chunk.prefill()
+        assert all(torch.equal(first, chunk.prefill()) for _ in range(2))
+
+    def test_only_the_result_is_written():
+        """Every number of the result, and nothing of what goes in."""
+        case = Case([30, 300, 1], [7, 40, 1], heads=6)
+        before = [part.clone() for part in (case.query, case.keys, case.values, case.tables)]
+        out = case.prefill()
+        assert not bool(out.isnan().any())
+        for old, now in zip(before, (case.query, case.keys, case.values, case.tables), strict=True):
+            assert torch.equal(old.nan_to_num(7.0), now.nan_to_num(7.0))
+
+    @pytest.mark.parametrize("processors", [1, 10, 132])
+    def test_splits_cover_every_context(processors):
+        for requests in (1, 2, 7, 64, 300):
+            for kv_heads in (1, 4, 32):
+                for longest in (1, 63, 64, 65, 500, 2048, 8191, 131072):
+                    splits, keys = plan_splits(requests, kv_heads, longest, processors)
+                    assert (splits - 1) * keys < longest <= splits * keys and keys >= 1
+                    if requests * kv_heads >= 8 * processors and longest <= 2048:
+                        assert splits == 1  # enough programs without
+
+    @pytest.mark.parametrize("memory", [64 * 1024, 99 * 1024, 227 * 1024])
+    def test_plans_fit_the_gpu(memory):
+        for dims in (32, 64, 128, 192, 256, 384, 512):
+            for itemsize in (2, 4):
+                plans = [kernels.plan_decode(group, dims, itemsize, memory) for group in (1, 7, 16, 71)]
+                for plan in (*plans, kernels.plan_prefill(dims, itemsize, memory)):
+                    assert plan.tile >= 16 and plan.rows >= 16 and plan.stages >= 1
+                    assert plan.tile * plan.stages * dims * itemsize <= memory
+
+    @pytest.mark.parametrize(
+        "change, says",
+        [
+            (dict(query=lambda t: t.double()), "float64"),
+            (dict(keys=lambda t: t.half()), "float16"),
+            (dict(query=lambda t: t[0]), r"\(4, 32\)"),
+            (dict(query=lambda t: t[:, :3]), r"\(2, 3, 32\)"),
+            (dict(values=lambda t: t[:-1]), "kv_heads"),
+            (dict(keys=lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)), "contiguous"),
+            (dict(block_tables=lambda t: t.long()), "int64"),
+            (dict(kv_lens=lambda t: t[:1]), r"\(1,\)"),
+            (dict(kv_lens=lambda t: t.to("meta")), "meta"),
+            (dict(sinks=torch.zeros(3, device=DEVICE)), r"\(3,\)"),
+            (dict(block_size=0), "block_size 0"),
+            (dict(window=0), "window 0"),
+            (dict(softcap=0.0), "softcap 0.0"),
+        ],
+    )
+    def test_wrong_inputs_are_refused(change, says):
+        case = Case([30, 20])
+        parts = dict(
+            query=case.query, keys=case.keys, values=case.values, block_tables=case.tables, kv_lens=case.kv_lens,
+            block_size=16, scale=1.0,
+        )  # fmt: skip
+        parts.update({name: f(parts[name]) if callable(f) else f for name, f in change.items()})
+        with pytest.raises(InvalidParameter, match=says):
+            paged_decode(**parts, longest=30)
+        with pytest.raises(InvalidParameter, match=says):
+            paged_prefill(**parts, q_starts=case.q_starts, most_new=1)
+
+    def test_lengths_that_do_not_fit_are_refused():
+        case = Case([30, 20])
+        with pytest.raises(InvalidParameter, match="longer than its table"):
+            paged_decode(
+                case.query, case.keys, case.values, case.tables, case.kv_lens, block_size=16, longest=999, scale=1.0
+            )
+        with pytest.raises(InvalidParameter, match="q_starts"):
+            paged_prefill(
+                case.query, case.keys, case.values, case.tables, case.kv_lens, case.q_starts[:2], block_size=16,
+                most_new=1, scale=1.0,
+            )  # fmt: skip
