@@ -3,7 +3,8 @@
 Reading order of the modules is that of the chapters: errors, environment, loading (with model_names, packaged, shapes,
 model_files, model_facts), tokenizer, memory; params, sampling, stopping, request, prompts, naive; kv_cache, cached;
 packed_batch, attention, support, cache_size, scheduler, model_runner, trace, interrupts, stream, engine_core, engine;
-absmax, kernels, int8_kernels, int8_linear, calibration, int8, int8_files, bitsandbytes_int8.
+absmax, kernels, int8_kernels, int8_linear, calibration, int8, int8_files, bitsandbytes_int8; blocks, paged,
+paged_attention.
 Beside the engine stand `bench`, which measures it, and `learn`, which the notebooks draw and explain with; the engine
 imports neither.
 
@@ -17,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .blocks import BlockAllocator
     from .cached import CachedEngine
     from .engine import LLMEngine
     from .errors import MinferError
@@ -24,15 +26,19 @@ if TYPE_CHECKING:
     from .int8_files import save_int8
     from .loading import LanguageModel, load_model
     from .naive import NaiveEngine
+    from .paged import BlockTable, PagedKVCache
     from .params import SamplingParams
     from .request import RequestMetrics, RequestOutput, StreamPiece
 
 _HOME = {
+    "BlockAllocator": "blocks",
+    "BlockTable": "paged",
     "CachedEngine": "cached",
     "LLMEngine": "engine",
     "LanguageModel": "loading",
     "MinferError": "errors",
     "NaiveEngine": "naive",
+    "PagedKVCache": "paged",
     "RequestMetrics": "request",
     "RequestOutput": "request",
     "SamplingParams": "params",
@@ -44,11 +50,14 @@ _HOME = {
 }
 
 __all__ = [
+    "BlockAllocator",
+    "BlockTable",
     "CachedEngine",
     "LLMEngine",
     "LanguageModel",
     "MinferError",
     "NaiveEngine",
+    "PagedKVCache",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

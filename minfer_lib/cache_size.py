@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -19,11 +19,35 @@ from .memory import GIB, PeakMemory
 from .model_runner import ModelInput, ModelRunner
 from .packed_batch import PackedBatch
 from .paged import PagedKVCache
+from .prompts import resolve_max_model_len
 from .sampling import Sampler
 from .support import supported_layers
 
 SHARE = 0.9  # of the free memory; a forward pass needs some too
 SHORTEST = 256  # tokens; below it rather fewer slots than shorter ones
+
+
+def make_cache(
+    lm: LanguageModel,
+    kv_cache: Literal["slots", "paged"],
+    *,
+    max_num_seqs: int,
+    num_blocks: int | None,
+    block_size: int,
+    max_model_len: int | None,
+    step_tokens: int,
+    enable_prefix_caching: bool,
+) -> SlotKVCache | PagedKVCache:
+    """The cache of an engine; the arguments are those of `LLMEngine`, step_tokens is its max_num_batched_tokens."""
+    length = resolve_max_model_len(lm, max_model_len)
+    num_blocks = None if num_blocks is None else check_count("num_blocks", num_blocks)
+    block_size = check_count("block_size", block_size)
+    if kv_cache == "slots":
+        return make_slots(lm, max_num_seqs, num_blocks, length, cut=max_model_len is None)
+    return make_pages(
+        lm, max_num_seqs, num_blocks, length, block_size=block_size, step_tokens=step_tokens,
+        enable_prefix_caching=enable_prefix_caching,
+    )  # fmt: skip
 
 
 def make_slots(lm: LanguageModel, max_num_seqs: int, num_blocks: int | None, length: int, cut: bool) -> SlotKVCache:
@@ -83,14 +107,14 @@ def make_pages(
         if fits < 1 or (num_blocks is not None and num_blocks > fits):
             least = num_blocks or 1
             raise InvalidParameter(
-                f"A KV cache of {least:,} blocks of {block_size} tokens ({least * per_block / GIB:.1f} GiB) was asked for, "
-                f"and beside a step {left / GIB:.1f} GiB of memory are free: {fits:,} such blocks fit. Pass a smaller "
-                "num_blocks or max_num_batched_tokens, or leave num_blocks out."
+                f"A KV cache of {least:,} blocks of {block_size} tokens ({least * per_block / GIB:.1f} GiB) was asked "
+                f"for, and beside a step {left / GIB:.1f} GiB of memory are free: {fits:,} such blocks fit. Pass a "
+                "smaller num_blocks or max_num_batched_tokens, or leave num_blocks out."
             )
         if num_blocks is None and fits * block_size < length:
             warnings.warn(
-                f"{fits:,} blocks of {block_size} tokens fit in the {left / GIB:.1f} GiB of memory that are free beside a "
-                f"step, less than a single request of max_model_len={length:,} tokens may need: such a request will "
+                f"{fits:,} blocks of {block_size} tokens fit in the {left / GIB:.1f} GiB of memory that are free "
+                f"beside a step, less than a single request of max_model_len={length:,} tokens may need: such a request will "
                 'end with stop_reason "kv_cache_full".',
                 stacklevel=4,
             )

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from .cache_size import check_count, make_pages, make_slots
+from .cache_size import check_count, make_cache
 from .errors import GenerationFailed, InvalidParameter, MinferError, one_of
 from .interrupts import held_interrupts
 from .loading import LanguageModel
@@ -40,6 +40,8 @@ class EngineCore:
     Its arguments are described there.
     """
 
+    name = "slots"  # on the ladder; an engine of pages says so
+
     def __init__(
         self,
         lm: LanguageModel,
@@ -59,23 +61,20 @@ class EngineCore:
             raise InvalidParameter(f"kv_cache={kv_cache!r} is not possible: it must be {one_of(KV_CACHES)}.")
         self.max_num_seqs = check_count("max_num_seqs", max_num_seqs)
         self.max_num_batched_tokens = check_count("max_num_batched_tokens", max_num_batched_tokens)
-        self.num_blocks = None if num_blocks is None else check_count("num_blocks", num_blocks)
-        block_size = check_count("block_size", block_size)
-        self.max_model_len = resolve_max_model_len(lm, max_model_len)
         self.lm, self.kv_cache, self.clock, self.trace = lm, kv_cache, clock, trace
         self.name = kv_cache
+        self.num_blocks = num_blocks
+        self.cache = make_cache(
+            lm, kv_cache, max_num_seqs=self.max_num_seqs, num_blocks=num_blocks, block_size=block_size,
+            max_model_len=max_model_len, step_tokens=self.max_num_batched_tokens,
+            enable_prefix_caching=bool(enable_prefix_caching),
+        )  # fmt: skip
         kernels, watermark = GATHER, 0
         if kv_cache == "slots":
-            self.cache = make_slots(
-                lm, self.max_num_seqs, self.num_blocks, self.max_model_len, cut=max_model_len is None
-            )
             self.max_model_len = self.cache.block_size
         else:
+            self.max_model_len = resolve_max_model_len(lm, max_model_len)
             kernels = choose_kernels(lm.device, lm.dtype, attention_backend)
-            self.cache = make_pages(
-                lm, self.max_num_seqs, self.num_blocks, self.max_model_len, block_size=block_size,
-                step_tokens=self.max_num_batched_tokens, enable_prefix_caching=bool(enable_prefix_caching),
-            )  # fmt: skip
             watermark = max(1, self.cache.num_blocks // 100)
         self.scheduler = Scheduler(
             self.cache, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,

@@ -129,7 +129,7 @@ def check_fits_pool(request: Request, kv_tokens: int) -> None:
     tokens = len(request.prompt_token_ids)
     if tokens > kv_tokens:
         raise PromptTooLong(
-            f"A prompt of {tokens} tokens can never run: this engine's KV cache has room for {kv_tokens} tokens. Shorten "
+            f"A prompt of {tokens} tokens can never run: this engine's KV cache has room for {kv_tokens}. Shorten "
             "it, or make the engine with more blocks (num_blocks)."
         )
 

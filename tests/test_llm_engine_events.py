@@ -70,7 +70,7 @@ class MockRunner:
 
 def engine_of(lm: LanguageModel, slots: int, seqs: int, budget: int, clock: Callable[[], float]) -> LLMEngine:
     cache = SlotKVCache({}, slots, LONGEST, torch.device("cpu"))
-    with mock.patch("minfer_lib.engine_core.make_cache", lambda *args: cache):
+    with mock.patch("minfer_lib.engine_core.make_cache", lambda *args, **options: cache):
         made = LLMEngine(lm, max_num_seqs=seqs, max_num_batched_tokens=budget, clock=clock, trace=True)
     made.runner = MockRunner()
     return made

@@ -5,7 +5,6 @@ their own: the one test that pytest finds there starts pytest on this file again
 """
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,8 +75,8 @@ else:
             self.scale = dim**-0.5
 
         def reference(self, window=None, softcap=None, sinks=None):
-            """In float64 and written out, one token at a time: what the formula says."""
-            outs, token = [], 0
+            """(result in float64, highest score): what the formula says, one token at a time."""
+            outs, token, highest = [], 0, 0.0
             for rows, n in zip(self.rows, self.new, strict=True):
                 k, v = self.keys[rows].double(), self.values[rows].double()
                 group = self.query.shape[1] // k.shape[1]
@@ -85,6 +84,7 @@ else:
                     first = 0 if window is None else max(0, position - window + 1)
                     q = self.query[token].double().unflatten(0, (k.shape[1], group))  # [kv_heads, group, dim]
                     s = torch.einsum("hgd,nhd->hgn", q, k[first : position + 1]).flatten(0, 1) * self.scale
+                    highest = max(highest, float(s.abs().max()))
                     if softcap is not None:
                         s = softcap * torch.tanh(s / softcap)
                     if sinks is not None:
@@ -92,7 +92,7 @@ else:
                     w = s.softmax(1)[:, : position + 1 - first].unflatten(0, (k.shape[1], group))
                     outs.append(torch.einsum("hgn,nhd->hgd", w, v[first : position + 1]).flatten(0, 1))
                     token += 1
-            return torch.stack(outs)
+            return torch.stack(outs), highest
 
         def decode(self, splits=None, **special):
             return paged_decode(
@@ -107,13 +107,16 @@ else:
             )  # fmt: skip
 
     def assert_right(out, case, **special):
-        """An average of values: off by what rounding the weights, and the result, to the dtype may change of them."""
-        right = case.reference(**special)
-        assert out.dtype == case.query.dtype and out.shape == right.shape
-        eps = max(EPS[out.dtype], 2.0**-21)  # the sums are float32, whose errors add up over the scores
-        error = (out.double() - right).abs().max()
-        largest = case.values[sum(case.rows, [])].abs().max()
-        assert float(error) <= 2 * eps * float(largest), (float(error), eps)
+        """An average of values: off by what rounding the weights and the result to the dtype may change of the largest.
+
+        Beside that the scores are float32 sums, and an error of theirs is a relative one of the weights.
+        """
+        right, score = case.reference(**special)
+        assert out.dtype == case.query.dtype and out.shape == right.shape and out.device == right.device
+        largest = float(case.values.nan_to_num(0.0).abs().max())
+        error = float((out.double() - right).abs().max())
+        allowed = largest * (2 * EPS[out.dtype] + 2.0**-22 * (1 + score))
+        assert error <= allowed, (error, allowed)
 
     def sinks_of(heads):
         return torch.linspace(-2, 3, heads, device=DEVICE)
@@ -175,7 +178,7 @@ else:
         assert_right(case.decode(), case)
         assert_right(case.decode(2), case)
 
-    @pytest.mark.parametrize("window", [1, 15, 16, 17, 64, 1000])
+    @pytest.mark.parametrize("window", [1, 16, 17, 1000])
     def test_windows_begin_where_they_should(window):
         """Keys older than the window of every query are never loaded: NaN may stand there."""
         case = Case([100, 16, 17, 200], block_size=16)
@@ -184,7 +187,7 @@ else:
             case.values[rows[: max(0, len(rows) - window)]] = torch.nan
         for splits in (1, 3, None):
             assert_right(case.decode(splits, window=window), case, window=window)
-        case = Case([100, 16, 17, 200], [10, 16, 1, 60], block_size=16)
+        case = Case([80, 16, 17, 140], [10, 16, 1, 40], block_size=16)
         for rows, new in zip(case.rows, case.new, strict=True):
             case.values[rows[: max(0, len(rows) - new + 1 - window)]] = torch.nan
         assert_right(case.prefill(window=window), case, window=window)
@@ -243,12 +246,10 @@ else:
         assert torch.equal(case.prefill(), right)
 
     def test_equal_inputs_give_equal_bits():
-        case, chunk = Case([300, 20, 128], heads=6), Case([100, 20], [60, 20], heads=6)
-        for splits in (1, 3, None):
-            first = case.decode(splits)
-            assert all(torch.equal(first, case.decode(splits)) for _ in range(2))
-        first = chunk.prefill()
-        assert all(torch.equal(first, chunk.prefill()) for _ in range(2))
+        case, chunk = Case([300, 20, 70], heads=6), Case([50, 20], [30, 20], heads=6)
+        for splits in (1, 3):
+            assert torch.equal(case.decode(splits), case.decode(splits))
+        assert torch.equal(chunk.prefill(), chunk.prefill())
 
     def test_only_the_result_is_written():
         """Every number of the result, and nothing of what goes in."""

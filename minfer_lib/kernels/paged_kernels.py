@@ -70,6 +70,34 @@ def _online_step(top, total, average, scores, values, ASYNCHRONOUS: tl.constexpr
     return new_top, total, average
 
 
+@triton.jit
+def _attend(
+    query, table, keys_ptr, values_ptr, kv_head, begin, end, own, window, scale, cap, top, total, average,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PADDED_KEY: tl.constexpr, PADDED_VALUE: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr,
+    HIDE: tl.constexpr, DOT_DTYPE: tl.constexpr, ASYNCHRONOUS: tl.constexpr,
+):  # fmt: skip
+    """The loop of both kernels: queries [queries, PADDED_KEY] over a request's keys from position `begin` to `end`.
+
+    HIDE: what of a tile must not be seen: "nothing", or what lies behind the "end", or what the "position" `own`
+    [queries] of a query and its window forbid.
+    """
+    for at in range(begin, end, TILE):
+        positions = at + tl.arange(0, TILE)
+        seen = positions < end
+        rows = _pool_rows(table, positions, seen, BLOCK_SIZE)
+        keys = _load_rows(keys_ptr + kv_head * KEY_DIM, rows, seen, KV_HEADS * KEY_DIM, KEY_DIM, PADDED_KEY)
+        values = _load_rows(values_ptr + kv_head * VALUE_DIM, rows, seen, KV_HEADS * VALUE_DIM, VALUE_DIM, PADDED_VALUE)
+        scores = _scores(query.to(DOT_DTYPE), keys.to(DOT_DTYPE), scale, cap, CAPPED)
+        if HIDE == "end":
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+        if HIDE == "position":
+            age = own[:, None] - positions[None, :]
+            scores = tl.where((age >= 0) & (age < window), scores, float("-inf"))
+        top, total, average = _online_step(top, total, average, scores, values.to(DOT_DTYPE), ASYNCHRONOUS)
+    return top, total, average
+
+
 @triton.jit(do_not_specialize=["table_stride", "keys_per_split", "window"])
 def decode_kernel(
     query_ptr, keys_ptr, values_ptr, tables_ptr, lens_ptr, sinks_ptr, out_ptr, partial_ptr,
@@ -104,15 +132,11 @@ def decode_kernel(
         top = tl.load(sinks_ptr + heads, mask=in_group < GROUP, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
     table = tables_ptr + request.to(tl.int64) * table_stride
-    for at in range(begin, end, TILE):
-        positions = at + tl.arange(0, TILE)
-        seen = positions < end
-        rows = _pool_rows(table, positions, seen, BLOCK_SIZE)
-        keys = _load_rows(keys_ptr + kv_head * KEY_DIM, rows, seen, KV_HEADS * KEY_DIM, KEY_DIM, PADDED_KEY)
-        values = _load_rows(values_ptr + kv_head * VALUE_DIM, rows, seen, KV_HEADS * VALUE_DIM, VALUE_DIM, PADDED_VALUE)
-        scores = _scores(query.to(DOT_DTYPE), keys.to(DOT_DTYPE), scale, cap, CAPPED)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        top, total, average = _online_step(top, total, average, scores, values.to(DOT_DTYPE), ASYNCHRONOUS)
+    top, total, average = _attend(
+        query, table, keys_ptr, values_ptr, kv_head, begin, end, None, None, scale, cap, top, total, average,
+        KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, PADDED_KEY, PADDED_VALUE, TILE, CAPPED, "end", DOT_DTYPE,
+        ASYNCHRONOUS,
+    )  # fmt: skip
 
     dims = tl.arange(0, PADDED_VALUE)
     out_row = request.to(tl.int64) * (KV_HEADS * GROUP) + heads
@@ -200,17 +224,18 @@ def prefill_kernel(
         top = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2_E
         total += 1.0
     table = tables_ptr + request.to(tl.int64) * table_stride
-    for at in range(begin, end, TILE):
-        positions = at + tl.arange(0, TILE)
-        rows = _pool_rows(table, positions, positions < end, BLOCK_SIZE)
-        keys = _load_rows(keys_ptr + kv_head * KEY_DIM, rows, positions < end, KV_HEADS * KEY_DIM, KEY_DIM, PADDED_KEY)
-        values = _load_rows(
-            values_ptr + kv_head * VALUE_DIM, rows, positions < end, KV_HEADS * VALUE_DIM, VALUE_DIM, PADDED_VALUE
-        )
-        scores = _scores(query.to(DOT_DTYPE), keys.to(DOT_DTYPE), scale, cap, CAPPED)
-        age = own[:, None] - positions[None, :]
-        scores = tl.where((age >= 0) & (age < window), scores, float("-inf"))
-        top, total, average = _online_step(top, total, average, scores, values.to(DOT_DTYPE), ASYNCHRONOUS)
+    # Up to the first own position all queries see all keys, unless a window bites: most tiles need no mask.
+    border = tl.where(length <= window, (first_own + 1) // TILE * TILE, begin)
+    top, total, average = _attend(
+        query, table, keys_ptr, values_ptr, kv_head, begin, border, own, window, scale, cap, top, total, average,
+        KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, PADDED_KEY, PADDED_VALUE, TILE, CAPPED, "nothing", DOT_DTYPE,
+        ASYNCHRONOUS,
+    )  # fmt: skip
+    top, total, average = _attend(
+        query, table, keys_ptr, values_ptr, kv_head, border, end, own, window, scale, cap, top, total, average,
+        KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, PADDED_KEY, PADDED_VALUE, TILE, CAPPED, "position", DOT_DTYPE,
+        ASYNCHRONOUS,
+    )  # fmt: skip
 
     average /= tl.where(total == 0.0, 1.0, total)[:, None]
     dims = tl.arange(0, PADDED_VALUE)
