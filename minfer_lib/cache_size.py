@@ -1,6 +1,7 @@
 """How large an engine's KV cache may be: what was asked for, and what fits in memory.
 
-Invariant: a cache that is returned fits, or there is an exception; whatever was cut on the way is said in a warning.
+Invariant: a cache that is returned fits, or there is an exception; if a request may come to less than was asked for,
+that is said in a warning.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def make_pages(
     free = available_bytes(lm.device)
     wanted = num_blocks or max_num_seqs * -(-length // block_size)
     if wanted * per_block > SHARE * free / 2:  # or there is plenty of room for both, and nothing to find out
-        left = max(0, free - step_bytes(lm, layers, min(step_tokens, length), min(step_tokens, length, max_num_seqs)))
+        left = max(0, free - step_bytes(lm, layers, length, step_tokens, min(step_tokens, max_num_seqs)))
         fits = int(SHARE * left) // per_block
         if fits < 1 or (num_blocks is not None and num_blocks > fits):
             least = num_blocks or 1
@@ -114,25 +115,29 @@ def make_pages(
         if num_blocks is None and fits * block_size < length:
             warnings.warn(
                 f"{fits:,} blocks of {block_size} tokens fit in the {left / GIB:.1f} GiB of memory that are free "
-                f"beside a step, less than a single request of max_model_len={length:,} tokens may need: such a request will "
-                'end with stop_reason "kv_cache_full".',
+                f"beside a step, less than one request of max_model_len={length:,} tokens may need: it would end with "
+                'stop_reason "kv_cache_full".',
                 stacklevel=4,
             )
         wanted = min(wanted, fits)
     return PagedKVCache(layers, wanted, block_size, lm.device, enable_prefix_caching=enable_prefix_caching)
 
 
-def step_bytes(lm: LanguageModel, layers: dict[int, LayerShape], tokens: int, samples: int) -> int:
+def step_bytes(lm: LanguageModel, layers: dict[int, LayerShape], length: int, tokens: int, samples: int) -> int:
     """Most bytes of intermediate tensors alive in a step over `tokens` tokens that takes `samples` rows of logits.
 
-    Measured, by running one: a profile run. The KV cache it needs is not counted.
+    Measured, by running one: a profile run, with prompts of `length` tokens. The KV cache it needs is not counted.
     """
-    device = lm.device
-    cache = PagedKVCache(layers, 1, tokens, device)
-    cache.allocate("profile", tokens)
-    places = torch.arange(tokens, device=device)
-    batch = PackedBatch(cache.pools, tokens, [[0]], [tokens], [tokens], places)
-    inputs = ModelInput(places[None] % lm.vocab_size, places[None], batch, places[-samples:], [])
+    lens = [tokens % length] * (tokens % length > 0) + [length] * (tokens // length)
+    cache = SlotKVCache(layers, len(lens), length, lm.device)
+    positions = torch.cat([torch.arange(new, device=lm.device) for new in lens])
+    slots = torch.arange(len(lens), device=lm.device).repeat_interleave(torch.tensor(lens, device=lm.device))
+    batch = PackedBatch(
+        cache.pools, length, [[slot] for slot in range(len(lens))], lens, lens, slots * length + positions
+    )  # fmt: skip
+    inputs = ModelInput(
+        positions[None] % lm.vocab_size, positions[None], batch, positions.new_tensor(range(samples)), []
+    )
     with PeakMemory() as peak:
         ModelRunner(lm, cache, Sampler(lm.eos_ids)).forward(inputs)
     return peak.peak_bytes

@@ -23,7 +23,7 @@ from .interrupts import held_interrupts
 from .loading import LanguageModel
 from .model_runner import ModelRunner
 from .packed_batch import GATHER
-from .paged_attention import AttentionBackend, choose_kernels
+from .paged_attention import AttentionBackend, check_backend, choose_kernels
 from .prompts import check_fits_pool, make_requests, request_ids, resolve_max_model_len
 from .request import Request, RequestOutput
 from .sampling import Sampler, Samples
@@ -59,6 +59,7 @@ class EngineCore:
     ) -> None:
         if kv_cache not in KV_CACHES:
             raise InvalidParameter(f"kv_cache={kv_cache!r} is not possible: it must be {one_of(KV_CACHES)}.")
+        check_backend(attention_backend)
         self.max_num_seqs = check_count("max_num_seqs", max_num_seqs)
         self.max_num_batched_tokens = check_count("max_num_batched_tokens", max_num_batched_tokens)
         self.lm, self.kv_cache, self.clock, self.trace = lm, kv_cache, clock, trace
@@ -69,9 +70,9 @@ class EngineCore:
             max_model_len=max_model_len, step_tokens=self.max_num_batched_tokens,
             enable_prefix_caching=bool(enable_prefix_caching),
         )  # fmt: skip
-        kernels, watermark = GATHER, 0
         if kv_cache == "slots":
             self.max_model_len = self.cache.block_size
+            kernels, watermark = GATHER, 0  # slots are read in place
         else:
             self.max_model_len = resolve_max_model_len(lm, max_model_len)
             kernels = choose_kernels(lm.device, lm.dtype, attention_backend)
@@ -228,6 +229,13 @@ class EngineCore:
     def kv_bytes(self) -> int:
         """Bytes that the KV cache reserves."""
         return self.cache.nbytes_reserved
+
+    def forget(self) -> None:
+        """Forgets what came before, as if the engine were new to its next requests, so that a run can be measured:
+        cached prefixes, and the fullest moment in `stats()`. Requests that run are not disturbed."""
+        self._totals.kv_peak_used_tokens = self._totals.kv_peak_held_tokens = 0
+        if self.kv_cache == "paged":
+            self.cache.allocator.forget()
 
     def check_invariants(self) -> None:
         """Raises `InvariantBroken` if queues and cache contradict each other."""

@@ -9,7 +9,7 @@ Invariant: all of them compute the same attention; what a device or a dtype has 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -27,8 +27,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, backend: AttentionB
     leaves prompts to torch, "triton" that for CUDA. Raises `InvalidParameter` for a name that is none of these,
     `UnsupportedModel` if the one that was asked for cannot run here.
     """
-    if backend not in BACKENDS:
-        raise InvalidParameter(f"attention_backend={backend!r} is not possible: it must be {one_of(BACKENDS)}.")
+    check_backend(backend)
     if backend == "gather":
         return GATHER
     reasons = []
@@ -44,6 +43,12 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, backend: AttentionB
         f"attention_backend={backend!r} was asked for, for {str(dtype).removeprefix('torch.')} on {device.type}: "
         f"{reasons[0]}. attention_backend='auto' takes what there is."
     )
+
+
+def check_backend(backend: str) -> None:
+    """Raises `InvalidParameter` for a name that is none of `BACKENDS`."""
+    if backend not in BACKENDS:
+        raise InvalidParameter(f"attention_backend={backend!r} is not possible: it must be {one_of(BACKENDS)}.")
 
 
 def _triton(device: torch.device, dtype: torch.dtype) -> AttentionKernels | str:
@@ -64,5 +69,8 @@ def _compiled(device: torch.device, dtype: torch.dtype) -> AttentionKernels | st
         return "the C kernel runs on CPUs"
     from .kernels.compiled_paged import compiled_decode, why_not
 
+    def decode(*args: torch.Tensor, longest: int, **options: Any) -> torch.Tensor:
+        return compiled_decode(*args, **options)  # it looks at each length itself
+
     reason = why_not(dtype)
-    return AttentionKernels("compiled", compiled_decode) if reason is None else reason
+    return AttentionKernels("compiled", decode) if reason is None else reason

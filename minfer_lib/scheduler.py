@@ -67,7 +67,7 @@ class Sharing:
 
     asked_tokens: tokens of all requests that joined; hit_tokens: those of them that were found in the cache, by what
     they are; forked_tokens: those that another answer to the same prompt had. preemptions: how often a request gave
-    way; recomputed_tokens: tokens that had to be, or will have to be, computed again for that.
+    way; recomputed_tokens: tokens that were, or are about to be, computed again for that.
     """
 
     asked_tokens: int = 0
@@ -76,10 +76,10 @@ class Sharing:
     preemptions: int = 0
     recomputed_tokens: int = 0
 
-    def count(self, request: Request, prefix: Prefix) -> None:
-        """A request joins with this prefix, for the first time or after a preemption."""
-        if request.metrics.preemptions:
-            self.recomputed_tokens -= prefix.tokens
+    def count(self, request: Request, prefix: Prefix, lost: int | None) -> None:
+        """A request joins with this prefix; after a preemption that lost so many tokens, else None."""
+        if lost is not None:
+            self.recomputed_tokens += max(0, lost - prefix.tokens)
             return
         self.asked_tokens += request.num_tokens
         if prefix.forked:
@@ -110,6 +110,7 @@ class Scheduler:
         self.sharing = Sharing()
         self._arrivals: dict[Request, int] = {}  # of all that wait or run
         self._served: dict[Request, int] = {}  # of all that run: which of all chunks was their last
+        self._lost: dict[Request, int] = {}  # of the preempted: tokens that the cache held of them
         self._count = 0  # of arrivals
         self._chunks = 0
         self._closed = False  # to new requests: somebody was preempted, and nobody has ended since
@@ -130,10 +131,10 @@ class Scheduler:
                 break
             if request in self._served:
                 tokens = min(budget, request.num_to_compute)
-                preempted = self._make_room(request, request.num_computed + tokens)
-                budget += sum(plan.pop(each, 0) for each in preempted or ())
-                full |= preempted is None or len(preempted) > 0
-                if preempted is None:  # it waits for one of those before it to end, and keeps what it has
+                fits, preempted = self._make_room(request, request.num_computed + tokens)
+                budget += sum(plan.pop(each, 0) for each in preempted)
+                full |= not fits or len(preempted) > 0
+                if not fits:  # it waits for one of those before it to end, and keeps what it has
                     continue
             elif full or len(self.running) >= self.max_num_seqs or (prefix := self._prefix(request)) is None:
                 continue
@@ -148,17 +149,17 @@ class Scheduler:
             plan[request] = tokens
         return [Chunk(request, tokens) for request, tokens in plan.items()]
 
-    def _make_room(self, request: Request, tokens: int) -> list[Request] | None:
-        """Room for a running request's tokens, taken from those that come after it if need be: these; None if it would
-        have to be taken from those before it."""
-        preempted = []
+    def _make_room(self, request: Request, tokens: int) -> tuple[bool, list[Request]]:
+        """Room for a running request's tokens, taken from those that come after it if need be: these, too. False if it
+        would have to be taken from those before it."""
+        preempted: list[Request] = []
         while not self.cache.allocate(request, tokens, request.num_computed):
             last = max(self.running, key=self._order)
             if last is request:
-                return None
+                return False, preempted
             self._preempt(last)
             preempted.append(last)
-        return preempted
+        return True, preempted
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, where it stood; its tokens stay, what the cache held of them is computed again.
@@ -169,7 +170,7 @@ class Scheduler:
         self.running.remove(request)
         del self._served[request]
         self.sharing.preemptions += 1
-        self.sharing.recomputed_tokens += request.num_computed
+        self._lost[request] = request.num_computed
         request.metrics.preemptions += 1
         request.num_computed = 0
         bisect.insort(self.waiting, request, key=self._order)
@@ -196,7 +197,7 @@ class Scheduler:
             )
         if not self.cache.allocate(request, end, prefix.tokens, prefix=prefix, reserve=reserve):
             return False
-        self.sharing.count(request, prefix)
+        self.sharing.count(request, prefix, self._lost.pop(request, None))
         request.num_computed = prefix.tokens
         self.waiting.remove(request)
         self.running.append(request)
@@ -216,6 +217,7 @@ class Scheduler:
             self.cache.free(request)
             self._arrivals.pop(request)
             self._served.pop(request, None)
+            self._lost.pop(request, None)
         if done:  # those, and not who may have ended meanwhile
             self.waiting = [request for request in self.waiting if request in self._arrivals]
             self.running = [request for request in self.running if request in self._arrivals]

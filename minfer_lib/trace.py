@@ -143,6 +143,8 @@ class Totals:
 
     computed_tokens: tokens that went through the model, prompts included; output_tokens: tokens that were sampled.
     *_s: seconds of each part of the steps; model_s includes sampling. finished: requests by finish reason.
+    kv_peak_used_tokens: rows of the cache that held a token in the step when they were most, and kv_peak_held_tokens:
+    rows that requests had in that step; both since the engine was made, or since its `forget()`.
     """
 
     steps: int = 0
@@ -153,6 +155,8 @@ class Totals:
     build_s: float = 0.0
     model_s: float = 0.0
     postprocess_s: float = 0.0
+    kv_peak_used_tokens: int = 0
+    kv_peak_held_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)
 
     def add(self, step: StepTrace) -> None:
@@ -164,6 +168,8 @@ class Totals:
         self.build_s += step.built - step.scheduled
         self.model_s += step.computed - step.built
         self.postprocess_s += step.ended - step.computed
+        now, peak = (step.kv_tokens, step.kv_held), (self.kv_peak_used_tokens, self.kv_peak_held_tokens)
+        self.kv_peak_used_tokens, self.kv_peak_held_tokens = max(now, peak)
 
     def report(self, scheduler: Scheduler, cache: SlotKVCache | PagedKVCache) -> dict[str, float]:
         """The sums, and where the engine stands now: waiting and running requests, bytes of cache.

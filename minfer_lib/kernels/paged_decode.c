@@ -19,6 +19,7 @@ enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum { DONE = 0, NO_MEMORY = 1, WRONG_LENGTH = 2, WRONG_BLOCK = 3 };
 enum { TILE = 64, PIECE = 256 };
 enum { KEYS = 4, HEADS = 3 };  /* multiplied with each other at once: 12 sums fit 16 registers */
+#define AHEAD 16               /* keys that are asked for before they are needed, as values are while keys are read */
 #define SMALL 65536            /* bytes of keys and values below which a second thread costs more than it does */
 
 typedef struct {
@@ -151,9 +152,10 @@ static inline void write(void *out, int kind, int64_t at, float value) {
     memcpy(&bits, &value, sizeof bits);
     uint32_t size = bits & 0x7fffffffu, sign = bits >> 16 & 0x8000u;
     if (kind == FLOAT32) ((float *)out)[at] = value;
-    else if (kind == BFLOAT16)  /* to nearest, ties to even; NaN stays NaN */
-        ((uint16_t *)out)[at] = (uint16_t)(size > 0x7f800000u ? bits >> 16 | 64 : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
-    else {
+    else if (kind == BFLOAT16) {  /* to nearest, ties to even; NaN stays NaN */
+        bits = size > 0x7f800000u ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1);
+        ((uint16_t *)out)[at] = (uint16_t)(bits >> 16);
+    } else {
         if (size > 0x7f800000u) size = 0x7e00u;
         else if (size >= 0x477ff000u) size = 0x7c00u;  /* from 65,520 on: infinity */
         else if (size >= 0x38800000u) size = (size - 0x38000000u + 0xfffu + (size >> 13 & 1)) >> 13;
@@ -260,13 +262,18 @@ static float weigh(const call *c, float *scores, int64_t count, state *head) {
 
 /* What a thread works in; a part is what remains of a piece: [group] states, [group, padded value_dim] sums. */
 typedef struct {
-    float *query, *scores, *shrink, *part;  /* [group, padded key_dim], [group, TILE], [group] */
+    float *query, *scores, *part, *shrink;  /* [group, padded key_dim], [group, TILE], a part, [group] */
 } room;
 
 ALWAYS float *sums_of(const call *c, float *part) { return part + padded(2 * (c->heads / c->kv_heads)); }
 static int64_t part_size(const call *c) {
     const int64_t group = c->heads / c->kv_heads;
     return padded(2 * group) + group * padded(c->value_dim);
+}
+
+/* Asks for a row before it is needed: rows of one head are apart, and the hardware's own guess stops there. */
+ALWAYS void ask_for(const char *row, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
 }
 
 /* How many heads are multiplied at once when so many are left; 2 and 2 are better than 3 and 1. */
@@ -282,22 +289,29 @@ ALWAYS void do_piece(const call *c, int kind, int64_t request, int64_t head, int
     state *states = (state *)part;
     float *sums = sums_of(c, part);
 
-    while (begin < end) {
-        const int64_t count = end - begin < TILE ? end - begin : TILE;
-        const char *key[TILE], *value[TILE];
-        for (int64_t t = 0; t < count;) {  /* block by block: within one, rows follow each other */
-            const uint32_t position = (uint32_t)(begin + t), block_size = (uint32_t)c->block_size;
-            const int64_t within = position % block_size, left = c->block_size - within;
-            const int64_t run = left < count - t ? left : count - t;
-            int64_t row = (table[position / block_size] * c->block_size + within) * c->kv_heads;
-            for (int64_t i = 0; i < run; i++, t++, row += c->kv_heads) {
-                key[t] = keys + row * key_dim * size;
-                value[t] = values + row * value_dim * size;
-            }
+    const char *keys_of[PIECE + KEYS], *values_of[PIECE];  /* where each token's are */
+    const int64_t tokens = end - begin;
+    for (int64_t t = 0; t < tokens;) {  /* block by block: within one, rows follow each other */
+        const uint32_t position = (uint32_t)(begin + t), block_size = (uint32_t)c->block_size;
+        const int64_t within = position % block_size, left = c->block_size - within;
+        const int64_t run = left < tokens - t ? left : tokens - t;
+        int64_t row = (table[position / block_size] * c->block_size + within) * c->kv_heads;
+        for (int64_t i = 0; i < run; i++, t++, row += c->kv_heads) {
+            keys_of[t] = keys + row * key_dim * size;
+            values_of[t] = values + row * value_dim * size;
         }
-        for (int64_t t = count; t % KEYS; t++) key[t] = key[count - 1];  /* four at a time; what is too much is masked */
+    }
+    /* four keys are taken at a time; what is too much at the end is masked */
+    for (int64_t t = tokens; t % KEYS; t++) keys_of[t] = keys_of[tokens - 1];
 
-        for (int64_t t = 0; t < count; t += KEYS)
+    for (int64_t first = 0; first < tokens; first += TILE) {
+        const int64_t count = tokens - first < TILE ? tokens - first : TILE;
+        const char *const *key = keys_of + first, *const *value = values_of + first;
+        for (int64_t t = 0; t < count; t += KEYS) {
+            for (int64_t i = t; i < count && i < t + KEYS; i++) {
+                ask_for(value[i], value_dim * size);
+                if (first + i + AHEAD < tokens) ask_for(key[i + AHEAD], key_dim * size);
+            }
             for (int64_t h = 0, n; h < group; h += n) {
                 const float *query = r.query + h * padded(key_dim);
                 float *scores = r.scores + h * TILE + t;
@@ -306,6 +320,7 @@ ALWAYS void do_piece(const call *c, int kind, int64_t request, int64_t head, int
                 else if (n == 2) products(kind, 2, query, key_dim, key + t, scores);
                 else products(kind, 1, query, key_dim, key + t, scores);
             }
+        }
         for (int64_t h = 0; h < group; h++) r.shrink[h] = weigh(c, r.scores + h * TILE, count, states + h);
         for (int64_t h = 0, n; h < group; h += n) {
             const float *weights = r.scores + h * TILE, *shrink = r.shrink + h;
@@ -315,7 +330,6 @@ ALWAYS void do_piece(const call *c, int kind, int64_t request, int64_t head, int
             else if (n == 2) add_all_values(kind, 2, weights, shrink, value, count, value_dim, into);
             else add_all_values(kind, 1, weights, shrink, value, count, value_dim, into);
         }
-        begin += count;
     }
 }
 
@@ -405,8 +419,8 @@ int paged_decode(const call *c) {
     if (result == DONE)
 #pragma omp parallel if (work > SMALL)
     {
-        float *mine = reserve(query_size + scores_size + step + group);
-        const room r = {mine, mine + query_size, mine + query_size + scores_size + step, mine + query_size + scores_size};
+        float *mine = reserve(query_size + scores_size + step + group), *after = mine + query_size + scores_size;
+        const room r = {.query = mine, .scores = mine + query_size, .part = after, .shrink = after + step};
         if (!mine) {
 #pragma omp atomic write
             result = NO_MEMORY;

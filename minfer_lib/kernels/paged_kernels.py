@@ -1,7 +1,7 @@
 """The kernels of paged attention, in Triton: decoding, the merge of its parts, and prompts.
 
-Invariant: a key or value is found through its request's block table and nowhere else, each is read once for all query
-heads that share it, and what a query must not see is never loaded: whatever stands in free blocks or behind a
+Invariant: a key or value is found through its request's block table and nowhere else, and is never repeated for the
+query heads that share it; what no query of a program may see is not loaded: whatever stands in free blocks or behind a
 request's length, NaN too, cannot reach a result. Sums are float32 and run in a fixed order, so equal inputs give equal
 bits. `paged_attention` launches the kernels and checks what they get.
 
@@ -15,6 +15,7 @@ merged into that of all of them, so several programs may share one long context.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -22,6 +23,8 @@ from .int8_products import _finished
 
 LOWEST = tl.constexpr(-3e38)  # where a running maximum starts: finite, since -inf - -inf would be NaN
 LOG2_E = tl.constexpr(1.4426950408889634)
+# How float32 is multiplied: as three products of tf32 halves, as exact as the float32 units and several times as fast.
+PRECISION = tl.constexpr("tf32x3" if torch.version.hip is None else "ieee")
 
 
 @triton.jit
@@ -43,9 +46,9 @@ def _load_rows(pool, rows, seen, STRIDE: tl.constexpr, DIM: tl.constexpr, PADDED
 def _scores(query, keys, scale, cap, CAPPED: tl.constexpr):
     """[queries, keys] query . key * scale, in float32 and in units of log2(e): exp2 is the instruction that GPUs have.
 
-    CAPPED: cap * tanh(scale * query . key). "ieee" keeps float32 from being rounded to tf32.
+    CAPPED: cap * tanh(scale * query . key).
     """
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+    scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
     if CAPPED:
         small = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E))  # exp(-2 |x|); tanh |x| is (1 - it) / (1 + it)
         scores = cap * tl.where(scores < 0, small - 1.0, 1.0 - small) / (1.0 + small)
@@ -64,7 +67,7 @@ def _online_step(top, total, average, scores, values, ASYNCHRONOUS: tl.constexpr
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(weights, 1)
     average = average * shrink[:, None]
-    average = tl.dot(weights.to(values.dtype), values, average, input_precision="ieee")
+    average = tl.dot(weights.to(values.dtype), values, average, input_precision=PRECISION)
     if ASYNCHRONOUS:  # the weights are the left operand, in registers: the matrix units must be done with them
         average = _finished(average)
     return new_top, total, average
@@ -105,14 +108,15 @@ def decode_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_KEY: tl.constexpr, PADDED_VALUE: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr, ASYNCHRONOUS: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
 ) -> None:  # fmt: skip
     """One new token per request: a program takes one part of one request's keys, for the heads that share a key head.
 
     WHOLE: there is one part, and the result goes to out [R, heads, VALUE_DIM]. Else the running top, total and average
     go to partial [R, heads, splits, VALUE_DIM + 2] in float32, for `merge_kernel`.
     """
-    kv_head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    parts: tl.constexpr = (GROUP + ROWS - 1) // ROWS  # of a group: 1 up to 32 heads
+    kv_head, split, request = tl.program_id(0) // parts, tl.program_id(1), tl.program_id(2)
     length = tl.load(lens_ptr + request)
     begin = tl.maximum(length - window, 0) + split * keys_per_split  # what is older than the window is skipped
     end = tl.minimum(begin + keys_per_split, length)
@@ -120,9 +124,10 @@ def decode_kernel(
         return  # a short request has fewer parts; the merge knows
 
     # The heads of the group are the rows of a small matrix, padded to the 16 that the matrix units take.
-    in_group, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_KEY)
+    in_group, dims = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED_KEY)
     heads = kv_head * GROUP + in_group
-    query_at = request.to(tl.int64) * token_stride + heads[:, None] * head_stride + dims[None, :]
+    query_at = request.to(tl.int64) * token_stride + heads.to(tl.int64) * head_stride
+    query_at = query_at[:, None] + dims[None, :]
     query = tl.load(query_ptr + query_at, mask=(in_group < GROUP)[:, None] & (dims < KEY_DIM)[None, :], other=0.0)
 
     top = tl.full((ROWS,), LOWEST, tl.float32)
@@ -134,8 +139,7 @@ def decode_kernel(
     table = tables_ptr + request.to(tl.int64) * table_stride
     top, total, average = _attend(
         query, table, keys_ptr, values_ptr, kv_head, begin, end, None, None, scale, cap, top, total, average,
-        KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, PADDED_KEY, PADDED_VALUE, TILE, CAPPED, "end", DOT_DTYPE,
-        ASYNCHRONOUS,
+        KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, PADDED_KEY, PADDED_VALUE, TILE, CAPPED, "end", DOT_DTYPE, False,
     )  # fmt: skip
 
     dims = tl.arange(0, PADDED_VALUE)
@@ -214,7 +218,8 @@ def prefill_kernel(
     end = tl.minimum(length, length - new + (tile * ROWS + ROWS - 1) // GROUP + 1)  # later keys nobody here sees
 
     dims = tl.arange(0, PADDED_KEY)
-    query_at = (start + tokens).to(tl.int64)[:, None] * token_stride + heads[:, None] * head_stride + dims[None, :]
+    query_at = (start + tokens).to(tl.int64) * token_stride + heads.to(tl.int64) * head_stride
+    query_at = query_at[:, None] + dims[None, :]
     query = tl.load(query_ptr + query_at, mask=inside[:, None] & (dims < KEY_DIM)[None, :], other=0.0)
 
     top = tl.full((ROWS,), LOWEST, tl.float32)
