@@ -64,18 +64,20 @@ class EngineCore:
         self.max_num_batched_tokens = check_count("max_num_batched_tokens", max_num_batched_tokens)
         self.lm, self.kv_cache, self.clock, self.trace = lm, kv_cache, clock, trace
         self.name = kv_cache
-        self.num_blocks = num_blocks
+        self.num_blocks, self.block_size, self.attention_backend = num_blocks, block_size, attention_backend
+        self.enable_prefix_caching = bool(enable_prefix_caching)
         self.cache = make_cache(
             lm, kv_cache, max_num_seqs=self.max_num_seqs, num_blocks=num_blocks, block_size=block_size,
             max_model_len=max_model_len, step_tokens=self.max_num_batched_tokens,
-            enable_prefix_caching=bool(enable_prefix_caching),
+            enable_prefix_caching=self.enable_prefix_caching,
         )  # fmt: skip
         if kv_cache == "slots":
             self.max_model_len = self.cache.block_size
             kernels, watermark = GATHER, 0  # slots are read in place
         else:
             self.max_model_len = resolve_max_model_len(lm, max_model_len)
-            kernels = choose_kernels(lm.device, lm.dtype, attention_backend)
+            dtype = next((pool.keys.dtype for pool in self.cache.pools.values()), lm.dtype)
+            kernels = choose_kernels(lm.device, dtype, attention_backend)
             watermark = max(1, self.cache.num_blocks // 100)
         self.scheduler = Scheduler(
             self.cache, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,
@@ -234,6 +236,11 @@ class EngineCore:
         """Forgets what came before, as if the engine were new to its next requests, so that a run can be measured:
         cached prefixes, and the fullest moment in `stats()`. Requests that run are not disturbed."""
         self._totals.kv_peak_used_tokens = self._totals.kv_peak_held_tokens = 0
+        if self.kv_cache == "paged":
+            self.cache.allocator.forget()
+
+    def reset_prefix_cache(self) -> None:
+        """Gives up what no request uses of the cache, as if the engine were new; running requests keep theirs."""
         if self.kv_cache == "paged":
             self.cache.allocator.forget()
 

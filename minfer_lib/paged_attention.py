@@ -51,6 +51,17 @@ def check_backend(backend: str) -> None:
         raise InvalidParameter(f"attention_backend={backend!r} is not possible: it must be {one_of(BACKENDS)}.")
 
 
+def describe_kernels(device: torch.device, dtype: torch.dtype) -> str:
+    """What "auto" takes on a device, and why nothing else, for `python -m minfer_lib info`."""
+    found = choose_kernels(device, dtype)
+    if found.prefill is not None:
+        return f"{found.name}: a kernel follows the block tables"
+    if found.decode is not None:
+        return f"{found.name}: a kernel follows the block tables of decoding requests, prompts are gathered"
+    reason = _triton(device, dtype) if device.type == "cuda" else _compiled(device, dtype)
+    return f"{found.name}: blocks are copied together, then torch attends ({reason})"
+
+
 def _triton(device: torch.device, dtype: torch.dtype) -> AttentionKernels | str:
     """The kernels, or why there are none."""
     if device.type != "cuda":

@@ -1,9 +1,9 @@
 """Measuring: the same workload, the same definitions and the same table for every engine and every baseline.
 
 Reading order: metrics (what the numbers mean), workloads, machine (what they were measured on), roofline (what they
-could be), baselines, hf_continuous, usage, verify, comparison, results, draw, cheaper, rungs, articles; for requests
-that come over time arrivals, serving, latency; for what a cheaper model gets wrong quality_scores, quality_table; for
-small tables of other numbers measurements. The engine imports none of this.
+could be), baselines, hf_continuous, usage, verify, comparison, results, draw, wide_table, cheaper, rungs, articles; for
+requests that come over time arrivals, serving, latency; for what a cheaper model gets wrong quality_scores,
+quality_table; for small tables of other numbers measurements. The engine imports none of this.
 
 Names are looked up when they are first used, so that the command line does not wait for torch to explain itself. No
 module has the name of a function here, which would hide it.
@@ -37,7 +37,16 @@ _HOME = {
     "serving": ("Served", "capacity", "serve"),
     "settings": ("fast_mode",),
     "usage": ("Occupancy", "occupancy", "occupancy_of", "padding_share"),
-    "workloads": ("Workload", "english_text", "fixed_lengths", "mixed_lengths", "prompts_of"),
+    "wide_table": ("Scoreboard", "scoreboard"),
+    "workloads": (
+        "Workload",
+        "english_text",
+        "fixed_lengths",
+        "mixed_lengths",
+        "nano_vllm",
+        "prompts_of",
+        "shared_prefix",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

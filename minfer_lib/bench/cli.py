@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from ..errors import BadEnvironment, InvalidParameter, one_of
 from .int8_cli import add_quality, add_quantize, kernel_lines
-from .rungs import find, ladder, names, newest
+from .rungs import RUNNING, UNEQUAL, find, ladder, names, newest
 
 if TYPE_CHECKING:
     from .results import Results
 
+UNEQUAL_TEXT = "{n} of unequal lengths, {running} at once".format(**UNEQUAL, running=RUNNING)
 PICTURES = (".svg", ".png", ".pdf")
 
 
@@ -42,9 +43,9 @@ def add_commands(
     steps = bench("ladder", run_ladder, "all engines so far on one workload")
     add_model_options(steps)
     steps.add_argument("--engines", metavar="A,B", help=f"some of {', '.join(names())}; the first is the baseline")
-    steps.add_argument("--batch", type=int, default=4, help="number of requests (default: %(default)s)")
-    steps.add_argument("--prompt-len", type=int, default=64, help="tokens of each prompt (default: %(default)s)")
-    steps.add_argument("--output-len", type=int, default=64, help="tokens of each answer (default: %(default)s)")
+    steps.add_argument("--batch", type=int, metavar="N", help=f"N requests of equal length; without it, {UNEQUAL_TEXT}")
+    steps.add_argument("--prompt-len", type=int, metavar="N", help="tokens of each prompt, if equal (default: 64)")
+    steps.add_argument("--output-len", type=int, metavar="N", help="tokens of each answer, if equal (default: 64)")
     steps.add_argument("--repeats", type=int, default=3, help="timed runs of each engine (default: %(default)s)")
     steps.add_argument("--memory", action="store_true", help="on a CPU: peak memory too, in a fresh process for each")
     kept = add_quality(bench)
@@ -53,15 +54,18 @@ def add_commands(
         each.add_argument("--json", metavar="FILE", help="keep the results, with where they come from")
     shown = bench("show", show_results, "a table from kept results")
     shown.add_argument("file", help="as --json wrote it")
+    for each in (steps, shown):
+        each.add_argument("--all", action="store_true", help="all columns: percentiles, and what of the cache was used")
     for each in (steps, kept, shown):
         each.add_argument("--svg", metavar="FILE", help="draw the results to a file")
 
 
 def info(args: argparse.Namespace) -> int:
-    """Versions, device, model, the read bandwidth that rooflines stand on, and the int8 kernels."""
+    """Versions, device, model, the read bandwidth that rooflines stand on, and the kernels."""
     import torch
 
     from .. import packaged
+    from ..paged_attention import describe_kernels
     from . import machine
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,6 +89,7 @@ def info(args: argparse.Namespace) -> int:
         "MINFER_MODEL": os.environ.get("MINFER_MODEL") or "not set",
         "cache": home_as_tilde(str(packaged.cache_root())),
         "engines": f"{', '.join(names())} (used by default: {newest()})",
+        "paged attention": describe_kernels(torch.device(device), torch.float32),
         **kernel_lines(device),
     }
     for name, value in lines.items():
@@ -106,12 +111,15 @@ def run_ladder(args: argparse.Namespace) -> int:
     check_target(args.json)
     check_picture(args.svg)
     from ..loading import load_model
+    from .wide_table import scoreboard
     from .workloads import fixed_lengths
 
     lm = load_model(args.model, device=args.device, dtype=args.dtype)
-    workload = fixed_lengths(lm, args.batch, args.prompt_len, args.output_len)
+    asked = {"batch": args.batch, "prompt_len": args.prompt_len, "output_len": args.output_len}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    workload = fixed_lengths(lm, **asked) if asked else None
     found = ladder(lm, wanted, workload, repeats=args.repeats, memory=args.memory, show=False)
-    print(found)
+    print(scoreboard(found) if args.all else found)
     if args.json:
         found.save(args.json)
     draw(found, args.svg)
@@ -121,11 +129,14 @@ def run_ladder(args: argparse.Namespace) -> int:
 def show_results(args: argparse.Namespace) -> int:
     """Prints the table of a results file, and draws it if asked."""
     check_picture(args.svg)
-    from .results import load
+    from .results import Comparison, load
+    from .wide_table import scoreboard
 
     found = load(args.file)
+    if args.all and not isinstance(found, Comparison):
+        raise InvalidParameter(f"All columns of {args.file!r} were asked for: only a ladder has more than are shown.")
     draw(found, args.svg)
-    print(found)
+    print(scoreboard(found) if args.all else found)
     return 0
 
 

@@ -5,8 +5,8 @@ mean something even on a machine whose speed drifts. Nothing is compared silentl
 are checked, and what does not agree is said in the row.
 
 How a row is measured: one run to warm up at the same shapes (or only its beginning, if asked), then `repeats` runs, in
-each of which every engine has its turn, the order moving on by one; the device is synchronised before and after; the
-row is the field-by-field median.
+each of which every engine has its turn, the order moving on by one; prefixes that an engine has cached in earlier runs
+are forgotten; the device is synchronised before and after; the row is the field-by-field median.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
 
-from ..errors import InvalidParameter, MinferError
+from ..errors import InvalidParameter
 from ..int8 import describe_int8
 from ..loading import LanguageModel
 from ..memory import measured_weight_bytes
@@ -28,10 +28,11 @@ from ..request import RequestOutput
 from ..support import rounds_activations
 from .machine import provenance_of, read_bandwidth, synchronize, weights_name
 from .metrics import RunMetrics, measure, median
+from .peaks import probed_rows, with_peak
 from .results import Comparison, Row
 from .roofline import floor_ms
 from .settings import FAST_LABEL, fast_mode
-from .usage import computed_tokens, held_between_runs, kv_memory, padding_share
+from .usage import KVMemory, begin, computed_tokens, held_between_runs, kv_memory, padding_share
 from .verify import SAME, judge_lengths, judge_tokens
 from .workloads import Workload, fixed_lengths
 
@@ -39,8 +40,9 @@ from .workloads import Workload, fixed_lengths
 class Engine(Protocol):
     """What can be compared: our engines and the baselines.
 
-    Optional: `kv_bytes()`, reserved or (reserved, used); `aside_s`, seconds of the last `generate` that a server would
-    spend once and that are not counted; what `usage.computed_tokens` reads.
+    Optional: `kv_bytes()`, reserved or (reserved, used); `forget()` with `stats()`, as `LLMEngine` has them;
+    `aside_s`, seconds of the last `generate` that a server would spend once and that are not counted; what
+    `usage.computed_tokens` reads.
     """
 
     lm: LanguageModel
@@ -57,6 +59,7 @@ class Measured:
     engine: Engine
     runs: list[RunMetrics] = dataclasses.field(default_factory=list)
     tokens: list[list[list[int]]] = dataclasses.field(default_factory=list)  # [run][request] -> token ids
+    kv: list[KVMemory] = dataclasses.field(default_factory=list)  # of each run
     cuda_peak: int = 0
     aside_s: float = 0.0
     warnings: list[str] = dataclasses.field(default_factory=list)
@@ -67,7 +70,7 @@ def compare(
     workload: Workload | None = None,
     repeats: int = 3,
     short_warm_up: bool = False,
-    memory: bool = False,
+    memory: bool | Collection[str] = False,
     reported: Sequence[Row] = (),
     notes: Sequence[str] = (),
     show: bool = True,
@@ -80,17 +83,19 @@ def compare(
     repeats: timed runs of each (fast mode makes one). Odd numbers have a median that is one of the runs.
     short_warm_up: warm up with two tokens a request (the prompts, one decode step) in place of the whole workload, for
       engines of which one run takes a minute on a CPU. Fast mode always does. A note below the table says so.
-    memory: also measure peak resident memory on a CPU, which starts a fresh process for each engine. On CUDA the
-      peak is always there: torch's counter over the run, less the caches of the other engines in this comparison and
-      the weights of models that only they run.
+    memory: also measure peak resident memory on a CPU, which starts a fresh process for each engine, or for each row
+      that is named. On CUDA the peak is always there: torch's counter over the run, less the caches of the other
+      engines in this comparison and the weights of models that only they run.
     reported: rows of somebody else's figures (see `articles.py`), set apart in the table.
     notes: lines to stand below the table.
     show: draw; in a notebook as HTML and a figure, elsewhere as text.
 
-    Raises `InvalidParameter` for no engine, two of one name, or repeats under 1; what an engine raises passes through.
+    Raises `InvalidParameter` for no engine, two of one name, repeats under 1, or memory of a row that is not there;
+    what an engine raises passes through.
     """
     measured = named(engines)
     repeats = checked_repeats(repeats)
+    probed = probed_rows(memory, [each.name for each in measured])
     lm = measured[0].engine.lm
     workload = workload or fixed_lengths(lm)
 
@@ -100,8 +105,11 @@ def compare(
         for each in measured[turn % len(measured) :] + measured[: turn % len(measured)]:
             _timed_run(each, workload)
     rows = [_row(each, measured, workload) for each in measured]
-    if memory and lm.device.type == "cpu":
-        rows = [_with_memory(row, each.engine, workload) for row, each in zip(rows, measured, strict=True)]
+    if lm.device.type == "cpu":
+        rows = [
+            with_peak(row, each.engine, workload) if each.name in probed else row
+            for row, each in zip(rows, measured, strict=True)
+        ]
     base = rows[0].tokens_per_s
     rows = [dataclasses.replace(row, ratio=row.tokens_per_s / base if base else None) for row in rows]
     found = Comparison(
@@ -171,6 +179,7 @@ def _timed_run(each: Measured, workload: Workload) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     synchronize(device)
+    begin(each.engine)
     counted = computed_tokens(each.engine)
     began = time.perf_counter()
     outputs = _generate(each.engine, workload)
@@ -180,6 +189,7 @@ def _timed_run(each: Measured, workload: Workload) -> None:
     each.aside_s = max(each.aside_s, aside)
     padding = None if counted is None else padding_share(computed_tokens(each.engine) - counted, outputs)
     each.runs.append(measure(outputs, wall - aside, padding))
+    each.kv.append(kv_memory(each.engine, each.runs[-1]))
     each.tokens.append([out.token_ids for out in outputs])
     if device.type == "cuda":
         each.cuda_peak = max(each.cuda_peak, torch.cuda.max_memory_allocated(device))
@@ -194,10 +204,10 @@ def failures(outputs: Sequence[RequestOutput]) -> list[str]:
 
 def _row(each: Measured, all_measured: Sequence[Measured], workload: Workload) -> Row:
     """The row of one engine: medians, what they are measured against, and what is doubtful about them."""
-    engine, lm = each.engine, each.engine.lm
+    lm = each.engine.lm
     metrics = median(each.runs)
     floor = floor_ms(lm, metrics.concurrency, metrics.kv_tokens) if metrics.tpot_ms else None
-    reserved, used = kv_memory(engine, metrics)
+    kv = max(each.kv, key=lambda run: (run.used or 0, run.held or 0))  # the fullest moment of all runs
     others = sum(held_between_runs(other.engine) for other in all_measured if other is not each)
     models = {id(other.engine.lm.model): other.engine.lm.model for other in all_measured}
     others += sum(measured_weight_bytes(model) for model in models.values() if model is not lm.model)
@@ -210,25 +220,16 @@ def _row(each: Measured, all_measured: Sequence[Measured], workload: Workload) -
         tokens_per_s_range=(min(r.tokens_per_s for r in each.runs), max(r.tokens_per_s for r in each.runs)),
         floor_ms=floor,
         share=floor / metrics.tpot_ms if floor and metrics.tpot_ms else None,
-        kv_reserved=reserved,
-        kv_used=used,
+        kv_reserved=kv.reserved,
+        kv_held=kv.held,
+        kv_used=kv.used,
         peak_bytes=max(0, each.cuda_peak - others) or None,
         tokens=verdict,
         warnings=tuple(warnings),
         metrics=metrics,
         weights=weights_name(lm),
+        weight_bytes=measured_weight_bytes(lm.model),
     )
-
-
-def _with_memory(row: Row, engine: Engine, workload: Workload) -> Row:
-    """Adds the peak of a fresh process; where that cannot be, a warning says why."""
-    from .probe_memory import peak_memory
-
-    try:
-        peak = peak_memory(engine, workload)
-    except MinferError as error:
-        return dataclasses.replace(row, warnings=(*row.warnings, f"peak memory was not measured: {error}"))
-    return dataclasses.replace(row, peak_bytes=peak.peak, base_bytes=peak.base)
 
 
 def _notes(measured: Sequence[Measured], repeats: int, short_warm_up: bool) -> list[str]:

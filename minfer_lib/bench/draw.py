@@ -33,7 +33,7 @@ class Column:
     told_once: bool = False
 
 
-def _number(value: float | None, digits: int | None = None) -> str:
+def number(value: float | None, digits: int | None = None) -> str:
     """Three significant digits, or so many decimals; empty for None."""
     if value is None:
         return ""
@@ -48,13 +48,14 @@ def bytes_text(count: float | None) -> str:
         return ""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
-            return f"{count:.0f} B" if unit == "B" else f"{_number(count)} {unit}"
+            return f"{count:.0f} B" if unit == "B" else f"{number(count)} {unit}"
         count /= 1024
     raise AssertionError("unreachable: GiB returns")
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{_number(100 * share, 0 if share >= 0.1 else 1)} %"
+def percent(share: float | None) -> str:
+    """A share of 1 as per cent; empty for None."""
+    return "" if share is None else f"{number(100 * share, 0 if share >= 0.1 else 1)} %"
 
 
 def _peak(row: Row) -> str:
@@ -65,12 +66,12 @@ def _peak(row: Row) -> str:
 
 COLUMNS = [
     Column("weights", lambda r: r.weights, told_once=True),
-    Column("TTFT ms", lambda r: _number(r.ttft_ms), "from arrival to the first token, median over the requests"),
-    Column("TPOT ms", lambda r: _number(r.tpot_ms), "mean time between later tokens, median over the requests"),
-    Column("tokens/s", lambda r: _number(r.tokens_per_s), "output tokens of all requests / wall time"),
-    Column("ratio", lambda r: "" if r.ratio is None else f"{_number(r.ratio)}x"),
-    Column("floor ms", lambda r: _number(r.floor_ms), "bytes a decode step must read / read bandwidth of this machine"),
-    Column("share", lambda r: _percent(r.share), "floor / TPOT"),
+    Column("TTFT ms", lambda r: number(r.ttft_ms), "from arrival to the first token, median over the requests"),
+    Column("TPOT ms", lambda r: number(r.tpot_ms), "mean time between later tokens, median over the requests"),
+    Column("tokens/s", lambda r: number(r.tokens_per_s), "output tokens of all requests / wall time"),
+    Column("ratio", lambda r: "" if r.ratio is None else f"{number(r.ratio)}x"),
+    Column("floor ms", lambda r: number(r.floor_ms), "bytes a decode step must read / read bandwidth of this machine"),
+    Column("share", lambda r: percent(r.share), "floor / TPOT"),
     Column("KV reserved", lambda r: bytes_text(r.kv_reserved)),
     Column("KV used", lambda r: bytes_text(r.kv_used), "at the fullest moment"),
     Column("peak memory", lambda r: _peak(r)),
@@ -101,7 +102,12 @@ def caption(comparison: Comparison) -> str:
 def footnotes(comparison: Comparison, columns: list[Column]) -> list[str]:
     """What stands below a table: the meaning of its headings, how it was measured, and what is doubtful about it."""
     facts = comparison.provenance
-    lines = ["; ".join(f"{column.heading}: {column.meaning}" for column in columns if column.meaning)]
+    lines = [
+        "; ".join(
+            column.meaning if column.meaning.startswith(column.heading) else f"{column.heading}: {column.meaning}"
+            for column in columns if column.meaning
+        )
+    ]  # fmt: skip
     lines += list(comparison.notes)
     if any(row.floor_ms is not None for row in comparison.rows):
         lines.append(f"read bandwidth measured: {facts['bandwidth_gb_per_s']} GB/s")
@@ -126,7 +132,7 @@ def text_table(comparison: Comparison) -> str:
     if comparison.workload["fast"] and FAST_LABEL not in comparison.notes:
         lines.append(FAST_LABEL)
     cells = [["engine", *(column.heading for column in columns)]]
-    cells += [[_label(row), *texts] for row, texts in rows]
+    cells += [[text_label(row), *texts] for row, texts in rows]
     lines += [*aligned(cells), *sources(comparison)]
     return "\n".join([*lines, *footnotes(comparison, columns)])
 
@@ -165,7 +171,8 @@ def sources(comparison: Comparison) -> list[str]:
     return [f"* reported, not measured here: {text}" for text in texts]
 
 
-def _label(row: Row) -> str:
+def text_label(row: Row) -> str:
+    """A row's name, marked if its figures are somebody else's."""
     return f"{row.engine} *" if row.kind == "reported" else row.engine
 
 
@@ -183,7 +190,7 @@ def html_table(comparison: Comparison) -> str:
             style = ";font-style:italic" + ("" if apart else ";border-top:2px solid")
             apart = True
         cells = "".join(f'<td style="text-align:right{style}">{escape(text)}</td>' for text in texts)
-        body += f'<tr><th style="text-align:left{style}">{escape(_label(row))}</th>{cells}</tr>'
+        body += f'<tr><th style="text-align:left{style}">{escape(text_label(row))}</th>{cells}</tr>'
     fast = f"<br><strong>{escape(FAST_LABEL)}</strong>" if comparison.workload["fast"] else ""
     notes = [note for note in footnotes(comparison, columns) if note != FAST_LABEL]
     lines = [escape(note) for note in [*sources(comparison), *notes]]
@@ -228,7 +235,7 @@ def _bars(comparison: Comparison) -> Any:
         longest = max([value for value in values if value] or [1])
         for at, (row, value) in enumerate(zip(rows, values, strict=True)):
             ax.barh(at, value or 0, height=0.62, **bar_style(row.engine))
-            ax.text((value or 0) + 0.02 * longest, at, _number(value) or "none", va="center", color=INK, fontsize=9)
+            ax.text((value or 0) + 0.02 * longest, at, number(value) or "none", va="center", color=INK, fontsize=9)
         ax.set_xlim(0, 1.22 * longest)
         ax.set_title(title)
         quiet(ax, spines=("left",))
@@ -241,7 +248,7 @@ def _bars(comparison: Comparison) -> Any:
     axes[0].invert_yaxis()
     label = caption(comparison) + (f"\n{FAST_LABEL}" if comparison.workload["fast"] else "")
     picture.supxlabel(f"{label}\ndashed: what reading the step's bytes takes at least", fontsize=8, color=SOFT_INK)
-    figures = ", ".join(f"{row.engine} {_number(row.tokens_per_s)} tokens/s" for row in rows)
+    figures = ", ".join(f"{row.engine} {number(row.tokens_per_s)} tokens/s" for row in rows)
     picture.alt = f"Bars of throughput and time per token. {figures}."
     return picture
 

@@ -50,6 +50,7 @@ class HFContinuousBatch:
 
     name = "HF continuous"
     keeps_cache = False  # one for each call
+    gives_out_cache = True  # in pages; how many of them requests own, it does not tell
 
     def __init__(
         self,

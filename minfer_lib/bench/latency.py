@@ -24,6 +24,7 @@ from .metrics import RunMetrics, median
 from .results import metrics_of, save, sealed, title_of, unsealed
 from .serving import serve
 from .settings import FAST_LABEL, fast_mode
+from .usage import begin
 from .workloads import Workload
 
 KIND = "minfer latency curve"
@@ -235,6 +236,7 @@ def latency_curve(
             each.runs, each.tokens, each.warnings = [], [], []
         for turn in range(repeats):
             for each in measured[turn % len(measured) :] + measured[: turn % len(measured)]:
+                begin(each.engine)
                 served = serve(each.engine, workload, patterns[rate][turn])
                 each.runs.append(served.metrics)
                 each.tokens.append([out.token_ids for out in served.outputs])

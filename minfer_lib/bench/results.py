@@ -49,14 +49,21 @@ class Row:
     ratio: float | None = None  # tokens/s over that of the first row
     floor_ms: float | None = None  # what a decode step takes if it only reads its bytes at the measured bandwidth
     share: float | None = None  # floor_ms / tpot_ms: 1 is as fast as the memory allows
-    kv_reserved: int | None = None
-    kv_used: int | None = None
+    kv_reserved: int | None = None  # set aside for the cache
+    kv_used: int | None = None  # of it filled with tokens, at the fullest moment
     peak_bytes: int | None = None
     base_bytes: int | None = None  # of the same process before a model was loaded (CPU only)
     tokens: str = ""  # how its tokens compare with the first row's
     warnings: tuple[str, ...] = ()
     metrics: RunMetrics | None = None  # the whole record that the figures above are taken from
     weights: str = ""  # what those of its model are kept in, as `machine.weights_name` says it; "" in older files
+    kv_held: int | None = None  # of what is reserved that which requests owned at the fullest moment
+    weight_bytes: int | None = None  # of its model, in memory
+
+    @property
+    def kv_waste(self) -> float | None:
+        """Of the cache that requests owned at the fullest moment, the share that no token filled."""
+        return 1 - self.kv_used / self.kv_held if self.kv_held and self.kv_used is not None else None
 
 
 @dataclass(frozen=True, repr=False)

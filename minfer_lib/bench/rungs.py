@@ -8,12 +8,12 @@ Names can be listed without torch, so that the command line is quick to explain 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidParameter, UnsupportedModel, one_of
+from ..errors import BadEnvironment, InvalidParameter, UnsupportedModel, one_of
 
 if TYPE_CHECKING:
     from ..loading import LanguageModel
@@ -28,7 +28,8 @@ class Rung:
     name: for the command line. label: its row's name in tables. target: "module:Class" inside this package, imported
     only when the engine is made. options: keyword arguments of the class. chapter: that introduces it; 0 for the
     baselines. in_ladder: whether it is a row of the ladder, or a variant of one. weights: "module:function" that makes
-    the model it runs, with other weights, from the one that is given; empty: it runs that one.
+    the model it runs, with other weights, from the one that is given; empty: it runs that one. limit: the option that
+    says how many requests may run at once; empty for an engine that runs one after the other.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Rung:
     chapter: int
     in_ladder: bool = True
     weights: str = ""
+    limit: str = ""
 
     @property
     def is_baseline(self) -> bool:
@@ -61,21 +63,31 @@ def _named(target: str) -> Callable[..., Any]:
     return getattr(import_module(f"..{module}", __package__), attribute)
 
 
-SLOTS = {"kv_cache": "slots"}
+INT8 = "bench.cheaper:int8"
+# What the ladder is measured on: unequal lengths, more requests than run at once, and short enough for the naive loop.
+UNEQUAL = {"n": 10, "prompt": (16, 48), "output": (4, 28)}
+RUNNING = 4
+
+
+def _llm_engine(
+    name: str, label: str, chapter: int, kv_cache: str, *, in_ladder: bool = True, weights: str = ""
+) -> Rung:
+    return Rung(name, label, "engine:LLMEngine", {"kv_cache": kv_cache}, chapter, in_ladder, weights, "max_num_seqs")
 
 
 RUNGS: list[Rung] = [
     Rung("hf", "HF generate", "bench.baselines:HFSerial", {}, chapter=0),
-    Rung("hf-batch", "HF padded batch", "bench.baselines:HFStaticBatch", {}, chapter=0),
-    Rung("hf-continuous", "HF continuous", "bench.hf_continuous:HFContinuousBatch", {}, chapter=0, in_ladder=False),
+    Rung("hf-batch", "HF padded batch", "bench.baselines:HFStaticBatch", {}, chapter=0, limit="batch_size"),
+    Rung("hf-continuous", "HF continuous", "bench.hf_continuous:HFContinuousBatch", {}, chapter=0, limit="max_running"),
     Rung("naive", "naive", "naive:NaiveEngine", {}, chapter=2),
     Rung("cached-hf", "cached (HF cache)", "cached:CachedEngine", {"cache": "hf"}, chapter=3, in_ladder=False),
     Rung("cached", "cached", "cached:CachedEngine", {"cache": "own"}, chapter=3),
-    Rung("slots", "slots", "engine:LLMEngine", SLOTS, chapter=4),
-    Rung("int8", "int8", "engine:LLMEngine", SLOTS, chapter=5, weights="bench.cheaper:int8"),
-    Rung("bnb-int8", "bitsandbytes int8", "engine:LLMEngine", SLOTS, chapter=0, in_ladder=False,
-         weights="bench.cheaper:bitsandbytes"),
-]  # fmt: skip
+    _llm_engine("slots", "slots", 4, "slots"),
+    _llm_engine("int8", "int8", 5, "slots", weights=INT8),
+    _llm_engine("bnb-int8", "bitsandbytes int8", 0, "slots", in_ladder=False, weights="bench.cheaper:bitsandbytes"),
+    _llm_engine("paged", "paged", 6, "paged"),
+    _llm_engine("paged-int8", "paged + int8", 6, "paged", weights=INT8),
+]
 
 
 def names(*, baselines: bool = True) -> list[str]:
@@ -112,33 +124,48 @@ def ladder(
     engines: Sequence[str] | None = None,
     workload: Workload | None = None,
     *,
+    max_running: int | None = None,
+    max_model_len: int | None = None,
     repeats: int = 3,
-    memory: bool = False,
+    short_warm_up: bool = False,
+    memory: bool | Collection[str] = False,
     show: bool = True,
 ) -> Comparison:
     """Measure the baselines and every engine of the package so far on one workload, and draw the table.
 
     lm: None loads the default model. engines: names or labels of the registry; None takes all rows of the ladder.
-    workload: None is 4 prompts of 64 tokens with 64 new tokens each. The rest is as in `compare`.
+    workload: None is that of the last chapter's comparison, ten requests of unequal lengths of which four run at once.
+    max_running: requests that those engines run at once which can run several; None, with a workload of your own, takes
+    their defaults. max_model_len: the limit that all are made with, and that slots are as long as; None takes their
+    default, or what the longest request needs. The rest is as in `compare`.
 
-    An engine that refuses this model is left out, with a note that says why. Raises what `compare` and `load_model` do.
+    An engine that refuses this model, or that the installed libraries cannot run, is left out, with a note that says
+    why. Engines over the same other weights share one copy of the model. Raises what `compare` and `load_model` do.
     """
     from ..loading import load_model
     from ..prompts import DEFAULT_MAX_MODEL_LEN
     from .comparison import compare
-    from .workloads import fixed_lengths
+    from .workloads import mixed_lengths
 
     rungs = [find(name) for name in engines] if engines else [rung for rung in RUNGS if rung.in_ladder]
     lm = lm or load_model()
-    workload = workload or fixed_lengths(lm)
+    if workload is None:
+        workload, max_running = mixed_lengths(lm, **UNEQUAL), max_running or RUNNING
     longest = max(p + params.max_tokens for p, params in zip(workload.prompt_lens, workload.params, strict=True))
-    options = {"max_model_len": longest} if longest > DEFAULT_MAX_MODEL_LEN else {}
+    length = longest if max_model_len is None and longest > DEFAULT_MAX_MODEL_LEN else max_model_len
+    models: dict[str, LanguageModel] = {}  # by what made their weights
     made, refused = [], []
     for rung in rungs:
+        options = {"max_model_len": length} | ({rung.limit: max_running} if rung.limit and max_running else {})
         try:
-            made.append((rung.label, rung.make(lm, **options)))
-        except UnsupportedModel as error:
+            engine = rung.make(models.get(rung.weights, lm), **options)
+        except (UnsupportedModel, BadEnvironment) as error:
             refused.append(f"{rung.label} left out: {error}")
+            continue
+        made.append((rung.label, engine))
+        models.setdefault(rung.weights, engine.lm)
     if not made:
         raise UnsupportedModel(" ".join(refused))
-    return compare(*made, workload=workload, repeats=repeats, memory=memory, notes=refused, show=show)
+    return compare(
+        *made, workload=workload, repeats=repeats, short_warm_up=short_warm_up, memory=memory, notes=refused, show=show
+    )  # fmt: skip

@@ -36,21 +36,42 @@ def padding_share(computed: int, outputs: Sequence[RequestOutput]) -> float:
     return max(0.0, 1 - needed / computed) if computed else 0.0
 
 
-def kv_memory(engine: Any, metrics: RunMetrics) -> tuple[int | None, int | None]:
-    """Bytes of KV cache (reserved, used at the fullest moment); (None, None) for an engine that does not tell.
+@dataclass(frozen=True)
+class KVMemory:
+    """Bytes of KV cache: set aside (`reserved`), and at the fullest moment of a run what requests owned (`held`) and
+    what was filled with their tokens (`used`). None is "not known"."""
 
-    An engine that tells only what it holds is taken to have used what its requests needed; if that is more, it has
-    given its caches back already, and had reserved as much.
+    reserved: int | None = None
+    held: int | None = None
+    used: int | None = None
+
+
+def begin(engine: Any) -> None:
+    """Before a run: an engine that would profit from earlier ones, by prefixes it still has, forgets them, and what it
+    keeps of their fullest moment."""
+    if hasattr(engine, "forget"):
+        engine.forget()
+
+
+def kv_memory(engine: Any, metrics: RunMetrics) -> KVMemory:
+    """What an engine's cache was after a run, as it measured it itself where it did: shared rows count once there.
+
+    Where requests do not get parts of a cache, they own all of it. An engine that tells only how much it has set aside
+    is taken to have used what its requests needed; if that is more, it has given its caches back, and had as much.
     """
     tell = getattr(engine, "kv_bytes", None)
     if tell is None:
-        return None, None
+        return KVMemory()
     told = tell()
     if not isinstance(told, int):
         reserved, used = told
-        return reserved, used
+        return KVMemory(reserved, None if getattr(engine, "gives_out_cache", False) else reserved, used)
+    if hasattr(engine, "forget"):
+        stats, per_token = engine.stats(), told // engine.kv_tokens
+        held, used = (int(stats[f"kv_peak_{name}_tokens"]) * per_token for name in ("held", "used"))
+        return KVMemory(told, held, used)
     used = metrics.kv_peak_tokens * kv_token_bytes(engine.lm)
-    return max(told, used), used
+    return KVMemory(max(told, used), max(told, used), used)
 
 
 def held_between_runs(engine: Any) -> int:

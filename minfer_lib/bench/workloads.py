@@ -1,14 +1,17 @@
 """Workloads: which prompts, and how many tokens to make of each.
 
 Invariant: a workload is a function of the model's tokenizer and of the numbers it was asked with, so that every engine
-on every machine runs the same one. Its outputs have the lengths asked for: sampling is greedy and EOS is ignored.
+on every machine runs the same one. Its outputs have the lengths asked for: EOS is ignored. Sampling is greedy, but for
+the workload of another project, which is kept as it is there.
 
-Prompts are cut from a bundled book of the public domain, each from another place, so that no two share a beginning. A
-model without a tokenizer gets random ids instead: for time and memory only their number matters.
+Prompts are cut from a bundled book of the public domain, each from another place, so that no two share a beginning
+unless that is what a workload is about. A model without a tokenizer gets random ids instead: for time and memory only
+their number matters.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -105,12 +108,61 @@ def mixed_lengths(
     seed: int = 0,
 ) -> Workload:
     """`n` requests whose prompt and output lengths are drawn evenly from the two ranges (both ends included)."""
+    prompt_lens, output_lens = _drawn(n, prompt, output, seed)
+    return _workload(lm, f"mixed {n} requests, seed {seed}", prompt_lens, output_lens)
+
+
+def shared_prefix(
+    lm: LanguageModel,
+    n: int = 8,
+    shared: int = 512,
+    own: tuple[int, int] = (16, 64),
+    output: tuple[int, int] = (16, 64),
+    seed: int = 0,
+) -> Workload:
+    """`n` requests that begin with the same `shared` tokens, as with one system prompt, and go on each in its own way.
+
+    own, output: ranges that the lengths of the rest of the prompts and of the answers are drawn from.
+    """
+    shared = shorten(shared)
+    own_lens, output_lens = _drawn(n, own, output, seed)
+    name = f"{n} requests with {shared} tokens in common, seed {seed}"
+    made = _workload(lm, name, [shared + length for length in own_lens], output_lens)
+    text = prompts_of(lm, [shared + sum(own_lens)])[0]
+    ends = list(itertools.accumulate(own_lens, initial=shared))
+    prompts = [text[:shared] + text[begin:end] for begin, end in itertools.pairwise(ends)]
+    return replace(made, prompts=prompts, description=f"{made.description}, of each prompt the first {shared} shared")
+
+
+def nano_vllm(vocab: int, seed: int = 0, n: int = 256) -> Workload:
+    """The workload of nano-vllm's `bench.py`: `n` prompts of 100 to 1,024 random ids, answers of as many, sampled.
+
+    With the defaults it is that workload to the token: 142,827 tokens of prompts, 133,966 of answers, temperature 0.6.
+    vocab: ids of the model; below 10,000 of them, ids are taken modulo their number. The answers have seeds of their
+    own here. Fast mode does not shorten it.
+    """
+    rng = random.Random(seed)  # its order of draws: for each prompt the length, then the ids; then all answers' lengths
+    prompts = [[rng.randint(0, 10000) % vocab for _ in range(rng.randint(100, 1024))] for _ in range(n)]
+    lengths = [rng.randint(100, 1024) for _ in range(n)]
+    return Workload(
+        name="nano-vllm",
+        prompts=prompts,
+        params=[
+            SamplingParams(temperature=0.6, max_tokens=length, ignore_eos=True, seed=i)
+            for i, length in enumerate(lengths)
+        ],
+        description=f"{n} requests, prompts of {_range(list(map(len, prompts)))}, outputs of {_range(lengths)} tokens",
+    )
+
+
+def _drawn(n: int, first: tuple[int, int], second: tuple[int, int], seed: int) -> tuple[list[int], list[int]]:
+    """`n` pairs of lengths from two ranges, both ends included, as two lists."""
     rng = random.Random(seed)  # of Python, not of torch: the same numbers on every version and device
-    low_high = [tuple(shorten(end) for end in ends) for ends in (prompt, output)]
+    low_high = [tuple(shorten(end) for end in ends) for ends in (first, second)]
     if any(low > high for low, high in low_high):
-        raise InvalidParameter(f"Lengths from {prompt} and {output} were asked for; each range goes from low to high.")
+        raise InvalidParameter(f"Lengths from {first} and {second} were asked for; each range goes from low to high.")
     lengths = [[rng.randint(low, high) for low, high in low_high] for _ in range(n)]
-    return _workload(lm, f"mixed {n} requests, seed {seed}", [p for p, _ in lengths], [o for _, o in lengths])
+    return [a for a, _ in lengths], [b for _, b in lengths]
 
 
 def _workload(lm: LanguageModel, name: str, prompt_lens: list[int], output_lens: list[int]) -> Workload:

@@ -115,17 +115,25 @@ class Exercise:
                     best, most = mistake, sum(agrees)
         return best
 
+    def call_lines(self, case: Case) -> list[str]:
+        """A case as a diagnosis shows it; exercises about larger structures have their own way."""
+        arguments = ", ".join(f"{p}={shown(a)}" for p, a in zip(self.parameters, case.args, strict=True))
+        return [f"{self.name}({arguments})"]
+
+    def value_line(self, value: Any) -> str:
+        """What came, or was expected, as a diagnosis shows it."""
+        return shown(value)
+
     def _diagnosis(self, answer: Function, outcomes: Sequence[Outcome], wrong: Sequence[int]) -> str:
         case, outcome = self.cases[wrong[0]], outcomes[wrong[0]]
-        arguments = ", ".join(f"{p}={shown(a)}" for p, a in zip(self.parameters, case.args, strict=True))
         about = f" ({case.about})" if case.about else ""
         first = f" The first of them{about}:" if len(wrong) > 1 else f" It is this one{about}:"
         count = f"{len(wrong)} of {len(self.cases)} cases {'differ' if len(wrong) > 1 else 'differs'}."
         lines = [
             f"{self.name}: not right yet, {count}{first}",
-            f"    {self.name}({arguments})",
-            f"    gives    {_raised(outcome.error, answer) if outcome.error else shown(outcome.value)}",
-            f"    expected {shown(case.expected)}",
+            *(f"    {line}" for line in self.call_lines(case)),
+            f"    gives    {_raised(outcome.error, answer) if outcome.error else self.value_line(outcome.value)}",
+            f"    expected {self.value_line(case.expected)}",
         ]
         mistake = self.explain(outcomes, wrong)
         if mistake is not None:

@@ -21,13 +21,15 @@ PAGE_WIDTH = 9.6  # inches that an output area has at least room for
 
 @dataclass(frozen=True)
 class Slider:
-    """A control for numbers from `low` to `high` in steps of `step`; `value` is where it begins."""
+    """A control for numbers from `low` to `high` in steps of `step`; `value` is where it begins. With `play` there is a
+    button beside it that moves it on by itself."""
 
     low: float
     high: float
     step: float
     value: float
     label: str = ""
+    play: bool = False
 
     def widget(self, name: str) -> Any:
         import ipywidgets
@@ -191,4 +193,17 @@ def live(draw: Draw, controls: Mapping[str, Slider | Choice]) -> Any:
     for widget in inputs.values():
         widget.observe(redraw, names="value")
     redraw()
-    return ipywidgets.VBox([*inputs.values(), message, image])
+    rows = [_with_play(inputs[name]) if getattr(control, "play", False) else inputs[name]
+            for name, control in controls.items()]  # fmt: skip
+    return ipywidgets.VBox([*rows, message, image])
+
+
+def _with_play(slider: Any) -> Any:
+    """The slider and a button that plays it; they are linked in the browser, so that a step costs one message."""
+    import ipywidgets
+
+    button = ipywidgets.Play(
+        value=slider.value, min=slider.min, max=slider.max, step=slider.step, interval=800, show_repeat=False
+    )
+    ipywidgets.jslink((button, "value"), (slider, "value"))
+    return ipywidgets.HBox([slider, button])

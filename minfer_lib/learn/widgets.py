@@ -1,5 +1,5 @@
 """The widgets of the chapters: memory of a model (1), a distribution being filtered (2), a preallocated cache (3), the
-replay of a batch and streams side by side (4), the threshold of LLM.int8() (5).
+replay of a batch and streams side by side (4), the threshold of LLM.int8() (5), the blocks of a paged cache (6).
 
 Invariant: a widget computes with the package's own functions (`memory`, `sampling`), so that it cannot teach anything
 else than what the engine does.
@@ -17,6 +17,7 @@ from ..params import SamplingParams
 from ..sampling import filtered_logits, penalised
 from ..shapes import SHAPES, shape_config
 from . import plots
+from .block_replay import block_map
 from .outliers import outlier_explorer
 from .replay import batch_replay
 from .sliders import Choice, Gallery, Slider, explore
@@ -28,6 +29,7 @@ __all__ = [
     "Gallery",
     "Slider",
     "batch_replay",
+    "block_map",
     "cache_explorer",
     "explore",
     "memory_explorer",

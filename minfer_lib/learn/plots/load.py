@@ -6,12 +6,13 @@ Invariant: means over time are weighted by time, and a headline that compares ta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from ..style import SOFT_INK, Picture, canvas, colour_of, drawing, engine_family, headline, line_style, quiet
+from ...errors import InvalidParameter
+from ..style import INK, SOFT_INK, Picture, canvas, colour_of, drawing, engine_family, headline, line_style, quiet
 from .profile import DECODE_COLOUR, PREFILL_COLOUR
 
 if TYPE_CHECKING:
@@ -51,6 +52,55 @@ def occupancy(
     ax.set_ylabel("requests that run")
     quiet(ax, grid="y")
     caption = f"{mean:.1f} of {limit} places are taken on average, {mean / limit:.0%}"
+    headline(figure, title or caption)
+    figure.alt = caption
+    return figure
+
+
+@drawing
+def running_requests(
+    runs: Mapping[str, Sequence[StepTrace]], *, limit: int | None = None, unit: Literal["step", "s"] | None = None,
+    title: str | None = None,
+) -> Picture:  # fmt: skip
+    """How many requests the steps of several engines computed: {label: steps}, a line each.
+
+    unit: the axis counts steps or seconds; None: seconds if all traces have times. limit: as many could run. Means are
+    over the axis: of seconds the time that steps took, pauses left out. Raises `InvalidParameter` without steps.
+    """
+    if not runs or not all(runs.values()):
+        raise InvalidParameter("There are no steps to draw. Make the engine with trace=True, and take its `steps`.")
+    timed = all(step.ended > step.began for steps in runs.values() for step in steps)
+    by_time = timed if unit is None else unit == "s"
+    figure, ax = canvas(7.0, 3.0)
+    means, highest, others = {}, 0, 0
+    for label, steps in runs.items():
+        counts = np.array([len(step.chunks) for step in steps])
+        edges = np.arange(len(steps) + 1) + 0.5
+        spans = np.ones(len(steps))
+        if by_time:
+            edges = np.array([*(step.began for step in steps), steps[-1].ended]) - steps[0].began
+            spans = np.array([step.seconds for step in steps])
+        means[label] = float((counts * spans).sum() / (spans.sum() or 1.0))
+        highest = max(highest, int(counts.max()))
+        peer = engine_family(label) is None
+        ax.stairs(counts, edges, linewidth=1.8, color=INK if peer else colour_of(label),
+                  linestyle=PEER_LINES[others % len(PEER_LINES)] if peer else "-",
+                  label=f"{label}: {means[label]:.1f} on average, at most {int(counts.max())}")  # fmt: skip
+        others += peer
+    if limit is not None:
+        ax.axhline(limit, color=SOFT_INK, linestyle="--", linewidth=1.2)
+        ax.annotate(f"at most {limit}", (1.0, limit), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+                    textcoords="offset points", xytext=(0, 2), size=9)  # fmt: skip
+    ax.set_xlim(left=0 if by_time else 0.5)
+    ax.set_ylim(0, max(highest, limit or 0) * 1.14)
+    ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(9, integer=not by_time))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,g}"))
+    ax.set_xlabel("seconds" if by_time else "step")
+    ax.set_ylabel("requests in a step")
+    quiet(ax, grid="y")
+    figure.legend(loc="outside lower center", ncols=min(2, len(runs)), columnspacing=1.3)
+    caption = "Requests in a step, on average: " + ", ".join(f"{label} {mean:.1f}" for label, mean in means.items())
     headline(figure, title or caption)
     figure.alt = caption
     return figure

@@ -40,6 +40,7 @@ PART_COLOURS = {
     "weights": WEIGHTS, "layers": WEIGHTS, "int8 weights": OURS, "int8 layers": OURS, "embedding": DATA,
     "head": "#8fae8b", "KV cache": KV_CACHE, "activations": ACTIVATIONS,
     "fp copy written": "#b78fa0", "fp copy read": "#d3bac5",
+    "read blocks": KV_CACHE, "write copy": "#b78fa0", "read copy": "#d3bac5",
 }  # fmt: skip
 OTHER_PARTS = ("#b78fa0", "#d3bac5", DATA, "#9aa3ad")
 
@@ -71,7 +72,7 @@ def _stacked(ax: Axes, rows: Parts, end: float, text: Any) -> None:
 
 @drawing
 def bytes_moved(rows: Parts, *, title: str | None = None) -> Picture:
-    """What each way of computing a product moves between memory and processor: {"bf16": {"weights": bytes}, ...}.
+    """What each way of computing something moves between memory and processor: {"bf16": {"weights": bytes}, ...}.
 
     A stacked bar for each way, its total behind it with the ratio to the first way.
     """
@@ -86,9 +87,11 @@ def bytes_moved(rows: Parts, *, title: str | None = None) -> Picture:
     ax.set_xlim(0, end * 1.27)
     figure.legend(loc="outside lower center", ncols=6, columnspacing=1.1, handlelength=1.3)
     compared = "; ".join(f"{name}: {ratio:.3g}×" for name, ratio in ratios.items() if name != first)
-    headline(
-        figure, title or fitting(f"Bytes against {first}: {compared}" if compared else "", *_extremes(ratios, first))
-    )
+    found = f"Bytes against {first}: {compared}" if compared else ""
+    if len(rows) == 2:
+        other = list(rows)[1]
+        found = f"“{other}” moves {ratios[other]:.3g}× the bytes of “{first}”"
+    headline(figure, title or fitting(found, *_extremes(ratios, first)))
     figure.alt = "bytes moved: " + "; ".join(f"{name} {format_bytes(total)}" for name, total in totals.items())
     return figure
 

@@ -1,0 +1,200 @@
+"""What becomes of the rows of a KV cache: over the steps of a run, and at one moment in several engines.
+
+Invariant: the rows of a moment add up to what the cache has; shares are taken of what was drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from ...errors import InvalidParameter
+from ..style import (
+    ALERT,
+    CARD,
+    INK,
+    KV_CACHE,
+    SOFT_INK,
+    Picture,
+    canvas,
+    colour_of,
+    drawing,
+    engine_family,
+    headline,
+    on_colour,
+    quiet,
+)  # fmt: skip
+from .blocks import CACHED, EMPTY
+from .numbers import fitting
+
+if TYPE_CHECKING:
+    from ...trace import StepTrace
+
+UNFILLED = "#b78fa0"
+SET_ASIDE = {"facecolor": "#dfdcd4", "edgecolor": "#8d939b", "hatch": "....", "linewidth": 0.0}
+
+
+def _rows(steps: Sequence[StepTrace]) -> dict[str, np.ndarray]:
+    """Rows of each kind after each step, [steps]."""
+    filled = np.array([step.kv_tokens for step in steps])
+    held = np.array([step.kv_held for step in steps])
+    capacity = np.array([step.kv_capacity for step in steps])
+    cached = np.array([len(s.blocks.cached) * s.blocks.block_size if s.blocks else 0 for s in steps])
+    return {"filled": filled, "unfilled": held - filled, "cached": cached, "free": capacity - held - cached}
+
+
+def preempted_at(steps: Sequence[StepTrace]) -> list[int]:
+    """The steps (from 1) in which a request had to give its blocks back; in the first of a run nobody has to."""
+    sums = [step.blocks.preemptions if step.blocks else 0 for step in steps]
+    return [n for n, (before, after) in enumerate(itertools.pairwise(sums), 2) if after > before]
+
+
+@drawing
+def block_life(steps: Sequence[StepTrace] | Mapping[str, Sequence[StepTrace]], *, title: str | None = None) -> Picture:
+    """The rows of a cache over the steps of a run: filled, held but unfilled, cached, free; of one run or of several.
+
+    steps: of an engine with trace=True, or {label: steps}; slots and pages alike. A line marks each step in which a
+    request was preempted. Raises `InvalidParameter` if there are none.
+    """
+    runs = dict(steps) if isinstance(steps, Mapping) else {"": steps}
+    if not runs or not all(runs.values()):
+        raise InvalidParameter("There are no steps to draw. Make the engine with trace=True, and take its `steps`.")
+    across = min(2, len(runs))
+    down = -(-len(runs) // across)
+    figure, axes = canvas(7.0 if across == 1 else 8.6, 0.95 + 2.35 * down, rows=down, columns=across, sharex=True,
+                          sharey=True, squeeze=False)  # fmt: skip
+    shares, colours, preemptions, seen = {}, [], 0, set()
+    for ax, (label, run) in zip(axes.flat, runs.items(), strict=False):
+        colour = colour_of(label) if engine_family(label) else colour_of("paged" if run[0].blocks else "slots")
+        colours += [colour] if colour not in colours else []
+        kinds, marks = _rows(run), preempted_at(run)
+        preemptions += len(marks)
+        seen |= {name for name, rows in kinds.items() if rows.any()}
+        held = int((kinds["filled"] + kinds["unfilled"]).sum())
+        shares[label] = int(kinds["filled"].sum()) / max(1, held)
+        _stack(ax, kinds, colour, marks)
+        if label:
+            note = f", {len(marks)} preemption{'s' * (len(marks) != 1)}" if run[0].blocks else ""
+            ax.set_title(f"{label}: {len(run):,} steps{note}", size=10, pad=6)
+    for ax in axes.flat[len(runs) :]:
+        ax.remove()
+    for ax in axes.flat[max(0, len(runs) - across) : len(runs)]:  # nothing stands below these
+        ax.set_xlabel("step")
+        ax.tick_params(labelbottom=True)
+    for ax in axes[:, 0]:
+        ax.set_ylabel("rows of the cache")
+    axes[0, 0].set_xlim(0.5, max(len(run) for run in runs.values()) + 0.5)  # one scale for all panels
+    axes[0, 0].set_ylim(0, 1.14 * max(step.kv_capacity for run in runs.values() for step in run))
+    looks: list[tuple[Any, str]] = [(tuple(_patch(facecolor=c) for c in colours), "filled")]
+    rest = {"unfilled": ({"facecolor": UNFILLED}, "held, unfilled"), "cached": (CACHED, "cached"),
+            "free": ({"facecolor": EMPTY}, "free")}  # fmt: skip
+    looks += [(_patch(**look), name) for kind, (look, name) in rest.items() if kind in seen]
+    if preemptions:
+        looks.append((_patch(facecolor=ALERT), "a request is preempted"))
+    figure.legend(
+        [handle for handle, _ in looks], [name for _, name in looks], loc="outside lower center", ncols=len(looks),
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)}, columnspacing=1.3, handlelength=1.6,
+    )  # fmt: skip
+    if "" in runs:
+        found = f"{shares['']:.0%} of the rows that requests hold are filled"
+        found += f"; {preemptions} preemption{'s' * (preemptions != 1)}" if steps[0].blocks else ""
+    else:
+        apart = "; " if "," in "".join(shares) else ", "
+        each = apart.join(f"{label} {share:.0%}" for label, share in shares.items())
+        found = fitting(f"Filled, of the rows that requests hold: {each}", f"Filled: {each}")
+    headline(figure, title or found)
+    figure.alt = found
+    return figure
+
+
+def _patch(**look: Any) -> Rectangle:
+    return Rectangle((0, 0), 1, 1, **({"linewidth": 0.0} | look))
+
+
+def _stack(ax: Axes, kinds: Mapping[str, np.ndarray], colour: str, marks: Sequence[int]) -> None:
+    steps = len(kinds["filled"])
+    edges = np.arange(steps + 1) + 0.5
+    looks = {"filled": {"facecolor": colour}, "unfilled": {"facecolor": UNFILLED}, "cached": CACHED,
+             "free": {"facecolor": EMPTY}}  # fmt: skip
+    below = np.zeros(steps)
+    for name, rows in kinds.items():
+        ax.stairs(below + rows, edges, baseline=below, fill=True, **({"linewidth": 0.0} | looks[name]))
+        below = below + rows
+    capacity = int(below.max())
+    ax.axhline(capacity, color=SOFT_INK, linestyle="--", linewidth=1.2)
+    ax.annotate(f"{capacity:,} rows", (1.0, capacity), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+                textcoords="offset points", xytext=(0, 2), size=9)  # fmt: skip
+    if marks:
+        ax.vlines(marks, 0, capacity, colors=ALERT, linewidth=1.1, alpha=0.75)
+        ax.plot(marks, [capacity * 1.025] * len(marks), linestyle="none", marker="v", markersize=5, color=ALERT)
+    ax.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+    ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+    quiet(ax)
+
+
+@drawing
+def kv_waste(rows: Mapping[str, Mapping[str, float]], *, title: str | None = None) -> Picture:
+    """Of what a cache has reserved: what holds tokens, and what does not, for what reason. A bar each, to one scale.
+
+    rows: {label: {"tokens": n, "unfilled": n, "idle": n, "free": n}}, of which any may be missing. unfilled: inside of
+    what requests own (internal fragmentation). idle: free, and of no use to anybody, because it is too small or kept
+    apart (external fragmentation). free: what the next request can have. Raises `InvalidParameter` for other kinds.
+    """
+    looks = {
+        "tokens": ({"facecolor": KV_CACHE}, "hold tokens"),
+        "unfilled": ({"facecolor": UNFILLED}, "owned, unfilled"),
+        "idle": (SET_ASIDE, "free, but of no use"),
+        "free": ({"facecolor": EMPTY}, "free"),
+    }
+    for label, parts in rows.items():
+        if unknown := sorted(set(parts) - set(looks)):
+            raise InvalidParameter(
+                f"The part {unknown[0]!r} of {label!r} is not known. The parts are {', '.join(looks)}."
+            )
+    totals = {label: float(sum(parts.values())) for label, parts in rows.items()}
+    end = max([*totals.values(), 1.0])
+    figure, ax = canvas(7.0, 1.2 + 0.46 * len(rows))
+    for y, (label, parts) in enumerate(rows.items()):
+        left, behind = 0.0, []
+        for name, (look, _) in looks.items():
+            size = float(parts.get(name, 0.0))
+            if not size:
+                continue
+            ax.add_patch(Rectangle((left, y - 0.34), size, 0.68, **({"linewidth": 0.0} | look)))
+            share = f"{size / totals[label]:.0%}" if size / totals[label] >= 0.005 else "<1%"
+            if size > 0.075 * end:
+                hatched = "hatch" in look
+                ax.text(left + size / 2, y, share, ha="center", va="center", size=9,
+                        color=INK if hatched else on_colour(look["facecolor"]),
+                        bbox={"facecolor": CARD, "edgecolor": "none", "pad": 1.0} if hatched else None)  # fmt: skip
+            else:
+                behind.append(f"{'of no use' if name == 'idle' else name} {share}")
+            left += size
+        sums = "; ".join([f"{totals[label]:,.0f} rows", *behind])
+        ax.text(left + 0.012 * end, y, sums, va="center", size=8.5)
+    ax.set_xlim(0, end * 1.44)
+    ax.set_ylim(len(rows) - 0.5, -0.55)
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.set_xticks([])
+    ax.tick_params(axis="y", length=0)
+    quiet(ax, spines=("left",))
+    present = [name for name in looks if any(parts.get(name) for parts in rows.values())]
+    handles = [_patch(**looks[name][0], label=looks[name][1]) for name in present]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, columnspacing=1.4, handlelength=1.5)
+    shares = {label: float(parts.get("tokens", 0.0)) / (totals[label] or 1.0) for label, parts in rows.items()}
+    each = ", ".join(f"{label} {share:.0%}" for label, share in shares.items())
+    few, most = min(shares.values(), default=0.0), max(shares.values(), default=0.0)
+    short = f"Between {few:.0%} and {most:.0%} of the rows hold a token"
+    headline(figure, title or fitting(f"Rows that hold a token: {each}", short))
+    figure.alt = "; ".join(
+        f"{label}: " + ", ".join(f"{name} {size:,.0f}" for name, size in parts.items()) for label, parts in rows.items()
+    )
+    return figure
