@@ -1,9 +1,9 @@
 """minfer: an LLM inference engine, built chapter by chapter.
 
 Reading order of the modules is that of the chapters: errors, environment, loading (with model_names, packaged, shapes,
-model_files, model_facts), tokenizer, memory; params, sampling, stopping, request, prompts, naive; kv_cache, cached;
-packed_batch, attention, support, cache_size, scheduler, model_runner, trace, interrupts, stream, engine_core, engine;
-absmax, kernels, int8_kernels, int8_linear, calibration, int8, int8_files, bitsandbytes_int8; blocks, paged,
+model_files, model_facts), tokenizer, memory; params, sampling, stopping, request, prompts, naive; kv_pool, kv_cache,
+cached; packed_batch, attention, support, scheduler, model_runner, cache_size, trace, interrupts, stream, engine_core,
+engine; absmax, kernels, int8_kernels, int8_linear, calibration, int8, int8_files, bitsandbytes_int8; blocks, paged,
 paged_attention.
 Beside the engine stand `bench`, which measures it, and `learn`, which the notebooks draw and explain with; the engine
 imports neither.

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from .errors import UnsupportedModel
-from .kv_cache import KVPool
+from .kv_pool import KVPool
 from .packed_batch import PackedBatch
 
 NAME = "minfer"  # what the function is registered as

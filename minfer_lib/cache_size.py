@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import operator
 import warnings
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 import torch
 
 from .errors import InvalidParameter
-from .kv_cache import LayerShape, SlotKVCache
+from .kv_cache import SlotKVCache
+from .kv_pool import LayerShape
 from .loading import LanguageModel
 from .memory import GIB, PeakMemory
 from .model_runner import ModelInput, ModelRunner
 from .packed_batch import PackedBatch
-from .paged import PagedKVCache
 from .prompts import resolve_max_model_len
 from .sampling import Sampler
 from .support import supported_layers
+
+if TYPE_CHECKING:
+    from .paged import PagedKVCache
 
 SHARE = 0.9  # of the free memory; a forward pass needs some too
 SHORTEST = 256  # tokens; below it rather fewer slots than shorter ones
@@ -98,6 +101,8 @@ def make_pages(
     None takes as many as max_num_seqs requests of `length` tokens could ever fill, or as many as fit beside a step of
     step_tokens tokens. Raises what `make_slots` raises.
     """
+    from .paged import PagedKVCache  # of a later chapter
+
     layers = supported_layers(lm.model, lm.name)
     per_block = block_size * sum(shape.bytes_per_token for shape in layers.values())
     free = available_bytes(lm.device)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -23,12 +23,14 @@ from .interrupts import held_interrupts
 from .loading import LanguageModel
 from .model_runner import ModelRunner
 from .packed_batch import GATHER
-from .paged_attention import AttentionBackend, check_backend, choose_kernels
 from .prompts import check_fits_pool, make_requests, request_ids, resolve_max_model_len
 from .request import Request, RequestOutput
 from .sampling import Sampler, Samples
 from .scheduler import Chunk, Scheduler
 from .trace import StepTrace, Totals
+
+if TYPE_CHECKING:
+    from .paged_attention import AttentionBackend
 
 KV_CACHES = ("slots", "paged")
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
@@ -57,6 +59,8 @@ class EngineCore:
         clock: Callable[[], float] = time.perf_counter,
         trace: bool = False,
     ) -> None:
+        from .paged_attention import check_backend, choose_kernels  # of a later chapter
+
         if kv_cache not in KV_CACHES:
             raise InvalidParameter(f"kv_cache={kv_cache!r} is not possible: it must be {one_of(KV_CACHES)}.")
         check_backend(attention_backend)

@@ -6,6 +6,7 @@ attention layer with the new keys and values and attend to what it returns.
 
 `SlotKVCache` serves many requests: one pool for each layer, cut into slots of the longest length a request may reach,
 and a request owns one slot from its admission to its end.
+The pools themselves are in `kv_pool`.
 
 Invariant of `KVCache`: after a forward pass over n tokens every layer holds the same number of tokens, rows [0, length)
 are their keys in order of position, and nothing behind `length` is ever read. Of `SlotKVCache`: each slot is free or
@@ -17,15 +18,14 @@ from __future__ import annotations
 import heapq
 import inspect
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .errors import InvariantBroken, UnsupportedModel
+from .kv_pool import NO_PREFIX, KVPool, LayerShape, Prefix
 
 CACHEABLE_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -109,58 +109,6 @@ class KVCache(Cache):
 
 
 # -- for many requests at once ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What one attention layer keeps of a token: kv_heads keys of key_dim and as many values of value_dim numbers."""
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
-
-
-@dataclass
-class KVPool:
-    """Room for the keys and values of `tokens` tokens of one layer: keys [tokens, kv_heads, key_dim], values alike."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    @classmethod
-    def of(cls, shape: LayerShape, tokens: int, device: torch.device) -> KVPool:
-        """A pool of zeros."""
-        return cls(
-            zeros((tokens, shape.kv_heads, shape.key_dim), shape.dtype, device),
-            zeros((tokens, shape.kv_heads, shape.value_dim), shape.dtype, device),
-        )
-
-    def write(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Puts new keys [new, kv_heads, key_dim] and values into the given rows [new] of the pool."""
-        self.keys.index_copy_(0, rows, keys)
-        self.values.index_copy_(0, rows, values)
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """The first `tokens` tokens of a request, where a cache holds them already: in these blocks.
-
-    keys: of its full blocks, for a cache that finds blocks by what they hold. forked: whether it is that of another
-    answer to the same prompt, at work now.
-    """
-
-    tokens: int = 0
-    blocks: tuple[int, ...] = ()
-    keys: tuple[bytes, ...] = ()
-    forked: bool = False
-
-
-NO_PREFIX = Prefix()
 
 
 class SlotKVCache:
@@ -268,18 +216,6 @@ class SlotKVCache:
             raise InvariantBroken(f"{len(computed)} requests run, and {len(self._slots)} own a slot, not the same ones")
         if computed is not None and any(tokens > self._written[owner] for owner, tokens in computed.items()):
             raise InvariantBroken("more tokens computed than rows written")
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """torch.zeros, which on a CPU costs no memory before it is written to.
-
-    NumPy asks the system for zeroed pages, which exist once they are touched; torch would write every zero itself.
-    """
-    with torch.inference_mode(False):  # a tensor made inside a caller's inference mode could not be written outside
-        if device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=device)
-        count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
 
 
 # -- how transformers takes a cache ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .kv_cache import KVPool
+from .kv_pool import KVPool
 
 MOST_IDLE = 2  # blocks looked at for each block that is needed, before copying the needed ones together is cheaper
 

@@ -21,7 +21,7 @@ import torch
 
 from .blocks import BlockAllocator
 from .errors import InvalidParameter, InvariantBroken
-from .kv_cache import NO_PREFIX, KVPool, LayerShape, Prefix, zeros
+from .kv_pool import NO_PREFIX, KVPool, LayerShape, Prefix, zeros
 
 
 class TokenSource(Protocol):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .errors import InvariantBroken
-from .kv_cache import NO_PREFIX, Prefix
+from .kv_pool import NO_PREFIX, Prefix
 from .request import Request
 
 

@@ -16,7 +16,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from .attention import NAME, PackedBatch, attention_configs, implementation
 from .errors import MinferError, UnsupportedModel
 from .interrupts import held_interrupts
-from .kv_cache import CACHEABLE_LAYERS, LayerShape, SlotKVCache
+from .kv_cache import CACHEABLE_LAYERS, SlotKVCache
+from .kv_pool import LayerShape
 from .model_facts import position_limit
 
 PROBE = "minfer_probe"

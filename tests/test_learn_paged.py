@@ -1,0 +1,550 @@
+"""The replay without a model, the pictures of chapter 6 and its widget: compared with real engines, counted again."""
+
+import dataclasses
+import functools
+import itertools
+import warnings
+from unittest import mock
+
+import numpy as np
+import pytest
+import test_learn_ch06 as solutions
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex
+from test_learn_plots import drawn_texts, head
+
+from minfer_lib import LLMEngine, SamplingParams
+from minfer_lib.errors import InvalidParameter
+from minfer_lib.learn import block_replay, paged_replay, plots, widgets
+from minfer_lib.learn.checks import ch06
+from minfer_lib.learn.paged_replay import DEFAULT_REQUESTS, ReplayRequest, replay
+from minfer_lib.learn.plots.block_life import preempted_at
+from minfer_lib.learn.plots.block_tables import placed_rows
+from minfer_lib.learn.plots.blocks import REQUEST_COLOURS, Contents
+from minfer_lib.learn.plots.softmax import merged
+from minfer_lib.learn.sliders import Slider, live
+from minfer_lib.learn.style import Picture, colour_of
+from minfer_lib.trace import BlockMap, TracedTable
+
+WORDS = ["The", "cat", "sat", "on", "the", "mat", "and", "looked", "at", "the", "comfortable", "dog"]
+SLOTS = dict(block_size=36, num_blocks=2, kv_cache="slots")
+
+
+@functools.cache
+def run(block_size=4, pool=96, **options):
+    return replay(DEFAULT_REQUESTS, block_size=block_size, num_blocks=pool // block_size, **options)
+
+
+@functools.cache
+def slots():
+    return replay(DEFAULT_REQUESTS, **SLOTS)
+
+
+def timed(steps):
+    return [step.timed(n, n + 0.1, n + 0.2, n + 0.8, n + 0.9) for n, step in enumerate(steps)]
+
+
+def block(tables, num_blocks=4, size=4, cached=(), **sums):
+    """A block map from {name: (blocks, tokens)}."""
+    owners = [TracedTable(name, 0, tuple(blocks), tokens) for name, (blocks, tokens) in tables.items()]
+    return BlockMap(size, num_blocks, tuple(owners), tuple(cached), **sums)
+
+
+def many(count=24, num_blocks=256):
+    requests = [ReplayRequest(30 + 17 * n % 90, 40, shared=16 * (n % 2), n=1 + n % 3, arrives=n) for n in range(count)]
+    return replay(requests, block_size=16, num_blocks=num_blocks, max_num_seqs=64, max_num_batched_tokens=512)
+
+
+WASTE = {
+    "a static batch": {"tokens": 130, "unfilled": 370, "idle": 500},
+    "slots": {"tokens": 400, "unfilled": 560, "free": 40},
+    "paged": {"tokens": 890, "unfilled": 4, "idle": 16, "free": 90},
+}
+MOVED = {
+    "gather, then attend": {"read blocks": 4e6, "write copy": 4e6, "read copy": 4e6},
+    "follow the table": {"read blocks": 4e6},
+}
+
+EXAMPLES = {
+    "block_table": lambda: plots.block_table(
+        {"A": [7, 1, 4], "B": [3, 0]}, {"A": WORDS[:10], "B": WORDS[:5]}, block_size=4, num_blocks=8
+    ),
+    "block_table, shared": lambda: plots.block_table(
+        {"A": [2, 5, 0], "B": [2, 5, 3], "C": [2]}, {"A": WORDS[:5], "B": WORDS[:6], "C": WORDS[:2]},
+        block_size=2, num_blocks=6,
+    ),
+    "block_table, wide": lambda: plots.block_table(
+        {"A": [9, 1], "B": [3, 0, 7, 8], "C": []}, {"A": WORDS, "B": [f" {w}" for w in WORDS] * 2, "C": []},
+        block_size=8, num_blocks=12,
+    ),
+    "block_table, large": lambda: plots.block_table(
+        {f"request {n}": [3 * n, 3 * n + 2] for n in range(3)}, {f"request {n}": WORDS * 2 for n in range(3)},
+        block_size=16, num_blocks=17,
+    ),
+    "block_table, one of one": lambda: plots.block_table({"A": [0]}, {"A": ["$x$"]}, block_size=1, num_blocks=1),
+    "placed_rows": lambda: placed_rows([8, 9, 2, 3, 6, 7, 0], [4, 1, 3, 0], block_size=2, num_blocks=6),
+    "placed_rows, wrong": lambda: placed_rows([8, 9, 2, 2, 6, 30, 0], [4, 1, 3, 0], block_size=2, num_blocks=6),
+    "block_map": lambda: plots.block_map(run()[13]),
+    "block_map, of its own blocks": lambda: plots.block_map(run()[13].blocks, columns=5, labels=False, title="Mine"),
+    "block_map, large blocks": lambda: plots.block_map(run(16)[13]),
+    "block_map, blocks of one": lambda: plots.block_map(run(1)[20]),
+    "block_map, of seven": lambda: plots.block_map(replay(DEFAULT_REQUESTS, block_size=7, num_blocks=11)[15]),
+    "block_map, many": lambda: plots.block_map(many()[23]),
+    "block_map, 4,096 blocks": lambda: plots.block_map(block({"0": (range(900), 14000)}, 4096, 16)),
+    "block_map, nobody": lambda: plots.block_map(block({})),
+    "block_map, one block": lambda: plots.block_map(block({"a long name": ([0], 1)}, 1, 1)),
+    "block_life": lambda: plots.block_life(run(4, 64)),
+    "block_life, two": lambda: plots.block_life({"slots": slots(), "paged": run(4, 64)}),
+    "block_life, three": lambda: plots.block_life({"slots": slots(), "paged, 4": run(4, 64), "paged, 16": run(16, 64)}),
+    "block_life, slots": lambda: plots.block_life(slots()),
+    "block_life, one step": lambda: plots.block_life(run()[:1]),
+    "kv_waste": lambda: plots.kv_waste(WASTE),
+    "kv_waste, one": lambda: plots.kv_waste({"a": {"tokens": 5}}),
+    "kv_waste, nothing": lambda: plots.kv_waste({"a": {"tokens": 0}, "b": {"free": 3}}),
+    "running_requests": lambda: plots.running_requests({"slots": slots(), "paged": run(4, 64)}, limit=6),
+    "running_requests, in seconds": lambda: plots.running_requests({"a": timed(run()), "b": timed(slots())}),
+    "running_requests, one": lambda: plots.running_requests({"paged": run()[:1]}),
+    "merged_softmax": lambda: plots.merged_softmax([[2.0, 1.0, 0.5], [5.0, 4.2, 3.0], [-1.0, 0.2, 1.5]]),
+    "merged_softmax, an empty part": lambda: plots.merged_softmax([[2.0, 1.0], [], [3, -4, 2.5, 1, 0], [1]]),
+    "merged_softmax, eight": lambda: plots.merged_softmax([[2.0, 1.0, 0.3, 0.5]] * 8),
+    "merged_softmax, one": lambda: plots.merged_softmax([[0.0]]),
+    "merged_softmax, far apart": lambda: plots.merged_softmax([[-3.0, -2.0], [-700.0, -1.0]]),
+    "bytes_moved": lambda: plots.bytes_moved(MOVED),
+    "the widget": lambda: block_replay.draw_step(run(), 13, 4.7),
+    "the widget, last step": lambda: block_replay.draw_step(run(1, 192), len(run(1, 192)), 4.7),
+    "the widget, an engine's": lambda: block_replay.draw_step(many(), 20, 7.0),
+    **{
+        f"exercise {exercise.name}": lambda exercise=exercise: exercise.draw(getattr(solutions, exercise.name))
+        for exercise in ch06.EXERCISES
+    },
+}  # fmt: skip
+
+LARGE = (
+    "block_table, wide",
+    "block_map, many",
+    "block_life, three",
+    "merged_softmax, eight",
+    "the widget, an engine's",
+)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_labels_are_inside_of_the_card_and_do_not_cover_each_other(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = EXAMPLES[name]()
+        texts = drawn_texts(figure)
+    width, height = figure.get_size_inches() * figure.dpi
+    for text, box in texts:
+        inside = box.x0 >= 3 and box.y0 >= 3 and box.x1 <= width - 3 and box.y1 <= height - 3
+        assert inside, f"{text.get_text()!r} leaves the card: {box}"
+    for (a, one), (b, other) in itertools.combinations(texts, 2):
+        shared_x = min(one.x1, other.x1) - max(one.x0, other.x0)
+        shared_y = min(one.y1, other.y1) - max(one.y0, other.y0)
+        assert shared_x < 2 or shared_y < 3, f"{a.get_text()!r} and {b.get_text()!r} overlap"
+    assert len(figure.alt) > 10 and texts and (name not in LARGE or len(figure.png()) < 60_000)
+    assert width <= 9.6 * figure.dpi
+
+
+# -- the replay -------------------------------------------------------------------------------------------------------
+
+
+def of_engine(lm, requests, **options):
+    """The steps of an `LLMEngine` that was given the same requests at the same steps."""
+    engine = LLMEngine(lm, trace=True, max_model_len=256, max_num_batched_tokens=64, max_num_seqs=16, **options)
+    coming = sorted(enumerate(requests), key=lambda one: one[1].arrives)
+    while coming or engine.has_unfinished():
+        while coming and coming[0][1].arrives <= len(engine.steps):
+            number, asked = coming.pop(0)
+            ids = [3 + n for n in range(asked.shared)]
+            ids += [40 + (17 * number + 5 * n) % 200 for n in range(asked.prompt - asked.shared)]
+            params = SamplingParams(max_tokens=asked.output, ignore_eos=True, n=asked.n, temperature=1.0, seed=number)
+            engine.add_request(ids, params, request_id=str(number), priority=asked.priority)
+        engine.step()
+    return engine.steps
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(kv_cache="paged", block_size=4, num_blocks=24),
+        dict(kv_cache="paged", block_size=4, num_blocks=12),
+        dict(kv_cache="paged", block_size=1, num_blocks=64),
+        dict(kv_cache="paged", block_size=16, num_blocks=4),
+        dict(kv_cache="paged", block_size=8, num_blocks=12, enable_prefix_caching=False),
+    ],
+    ids=lambda options: ", ".join(map(str, options.values())),
+)
+def test_a_replay_is_what_the_engine_does(tiny, options):
+    def seen(steps):
+        return [
+            (step.chunks, step.waiting, step.kv_tokens, step.kv_held, step.kv_capacity,
+             step.blocks and dataclasses.replace(step.blocks, bytes_copied=0))
+            for step in steps
+        ]  # fmt: skip
+
+    mine = replay(DEFAULT_REQUESTS, **options)
+    assert seen(mine) == seen(of_engine(tiny, DEFAULT_REQUESTS, **options))
+    assert mine[-1].blocks.preemptions > 0 or options["num_blocks"] * options["block_size"] >= 96
+
+
+def test_a_replay_of_slots_is_what_the_engine_does(tiny):
+    engine = LLMEngine(tiny, max_num_seqs=2, max_model_len=64, max_num_batched_tokens=64, trace=True)
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 20, 5)]
+    engine.generate([[5] * n for n in (7, 3, 12)], params)
+    mine = replay(
+        [ReplayRequest(7, 9), ReplayRequest(3, 20), ReplayRequest(12, 5)], block_size=64, num_blocks=2,
+        max_num_seqs=2, kv_cache="slots",
+    )  # fmt: skip
+    rows = [(s.chunks, s.waiting, s.kv_tokens, s.kv_held, s.kv_capacity, s.blocks) for s in mine]
+    assert rows == [(s.chunks, s.waiting, s.kv_tokens, s.kv_held, s.kv_capacity, None) for s in engine.steps]
+
+
+REQUESTS = st.lists(
+    st.builds(
+        lambda prompt, output, shared, n, arrives, priority: ReplayRequest(
+            prompt, output, min(shared, prompt), n, arrives, priority
+        ),
+        st.integers(1, 24), st.integers(1, 20), st.sampled_from([0, 6, 12]), st.integers(1, 3), st.integers(0, 12),
+        st.integers(0, 1),
+    ),
+    min_size=1, max_size=7,
+)  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(REQUESTS, st.integers(1, 8), st.integers(0, 20), st.booleans())
+def test_whatever_is_replayed_ends_and_adds_up(requests, size, spare, caching):
+    num_blocks = -(-max(request.prompt for request in requests) // size) + spare
+    step = paged_replay._step
+
+    def checked(scheduler, cache, room):
+        trace = step(scheduler, cache, room)
+        scheduler.check_invariants()
+        return trace
+
+    with mock.patch.object(paged_replay, "_step", checked):
+        steps = replay(requests, block_size=size, num_blocks=num_blocks, enable_prefix_caching=caching)
+    made = {}
+    for trace in steps:
+        here = Contents.of(trace.blocks)
+        assert trace.chunks and here.held_rows == trace.kv_held
+        assert here.held_rows - here.unfilled_rows == trace.kv_tokens
+        assert len(here.holders) + len(here.cached) + here.free == num_blocks == here.num_blocks
+        for chunk in trace.chunks:
+            made[chunk.request_id, chunk.index] = made.get((chunk.request_id, chunk.index), 0) + chunk.samples
+    room = size * num_blocks
+    expected = {
+        (str(number), index): min(asked.output, room - asked.prompt + 1)
+        for number, asked in enumerate(requests)
+        for index in range(asked.n)
+    }
+    assert made == expected
+    again = replay(requests, block_size=size, num_blocks=num_blocks, enable_prefix_caching=caching)
+    assert again == steps
+
+
+def test_steps_in_which_nobody_is_at_work_are_left_out():
+    late = [ReplayRequest(4, 2), ReplayRequest(4, 3, arrives=50), ReplayRequest(4, 3, arrives=50)]
+    steps = replay(late)
+    assert [len(step.chunks) for step in steps] == [1, 1, 2, 2, 2]
+
+
+def test_what_cannot_be_replayed_is_refused():
+    for wrong in ({"prompt": 0}, {"output": 0}, {"shared": 9}, {"n": 0}, {"arrives": -1}):
+        with pytest.raises(InvalidParameter, match="must be 1 or more"):
+            ReplayRequest(**({"prompt": 8, "output": 8} | wrong))
+    for options, message in (
+        ({"num_blocks": 4}, "A prompt of 21 tokens can never run in 4 blocks of 4 tokens"),
+        ({"kv_cache": "slots", "block_size": 16}, "there is room for 16"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"kv_cache": "pages"}, "must be 'paged' or 'slots'"),
+    ):
+        with pytest.raises(InvalidParameter, match=message):
+            replay(DEFAULT_REQUESTS, **options)
+    assert replay([]) == []
+
+
+def test_the_default_requests_show_what_they_are_for():
+    waste = {size: sum(s.kv_held - s.kv_tokens for s in run(size)) / sum(s.kv_held for s in run(size))
+             for size in (1, 2, 4, 8, 16)}  # fmt: skip
+    assert waste[1] == 0 and list(waste.values()) == sorted(waste.values()) and waste[16] > 0.2
+    assert run(4, 192)[-1].blocks.preemptions == 0 < run(4, 64)[-1].blocks.preemptions
+    assert run()[-1].blocks.hit_tokens > 0 and run()[-1].blocks.forked_tokens > 0
+    assert len(run(16, 48)) > len(run(4, 48))  # what is unfilled is not there for others
+    assert max(Contents.of(step.blocks).shared for step in run()) >= 3
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def areas(figure):
+    """Summed width x height of the shapes of each colour, in units of the axes."""
+    found = {}
+    for shapes in figure.axes[0].collections:
+        if isinstance(shapes, PolyCollection):
+            size = sum(np.ptp(p.vertices[:, 0]) * np.ptp(p.vertices[:, 1]) for p in shapes.get_paths())
+            found[to_hex(shapes.get_facecolor()[0])] = found.get(to_hex(shapes.get_facecolor()[0]), 0) + size
+    return found
+
+
+def test_blocks_are_filled_as_far_as_they_hold_tokens():
+    figure = plots.block_map(block({"3": ([0, 2], 6), "4": ([1], 4)}, cached=[3]))
+    assert head(figure) == "3 of 4 blocks used, 2 of 12 rows unfilled; 0 shared, 1 cached, 0 free"
+    size = areas(figure)
+    assert size[REQUEST_COLOURS[3]] / size[REQUEST_COLOURS[4]] == pytest.approx(6 / 4)
+    assert {t.get_text() for t in figure.axes[0].texts} == {"0", "3", "4"}
+
+
+def test_a_shared_block_has_the_colours_of_all_who_hold_it():
+    tables = {"0": ([0, 1], 7), "1": ([0, 1], 7), "2": ([0, 3], 5)}
+    figure = plots.block_map(block(tables, num_blocks=5))
+    assert head(figure) == "3 of 5 blocks used, 4 of 12 rows unfilled; 2 shared, 0 cached, 2 free"
+    texts = [t.get_text() for t in figure.axes[0].texts]
+    assert texts.count("×3") == texts.count("×2") == 1 and texts.count("2") == 1
+    size = areas(figure)
+    third, half = 4 / 3, 3 / 2
+    assert size[REQUEST_COLOURS[0]] / size[REQUEST_COLOURS[2]] == pytest.approx((third + half) / (third + 1))
+    assert "×n shared" in [t.get_text() for t in figure.legends[0].texts]
+
+
+def test_requests_keep_their_colours_and_blocks_their_scale():
+    names = [Contents.of(block({name: ([0], 1)})).colours() for name in ("12", "req-12", "2.1", "a")]
+    assert [next(iter(each.values())) for each in names] == [REQUEST_COLOURS[n] for n in (3, 3, 3, 0)]
+    several = Contents.of(block({"10": ([0], 1), "9": ([1], 1), "0": ([2], 1)}))
+    assert several.names == ("0", "9", "10") and len(set(several.colours().values())) == 3
+    widths = []
+    for size in (4, 8):
+        figure = plots.block_map(block({"0": (range(32 // size), 32)}, 64 // size, size))
+        shape = next(s for s in figure.axes[0].collections if to_hex(s.get_facecolor()[0]) == REQUEST_COLOURS[0])
+        widths.append(np.ptp(shape.get_paths()[0].vertices[:, 0]))
+    assert widths[1] == pytest.approx(2 * widths[0], rel=0.06)
+
+
+def test_slots_have_no_block_map():
+    for draw in (plots.block_map, lambda step: widgets.block_map(steps=[step])):
+        with pytest.raises(InvalidParameter, match=r"kv_cache='paged' and\s+trace=True"):
+            draw(slots()[0])
+
+
+def test_a_block_table_is_drawn_entry_by_entry():
+    tables, tokens = {"A": [2, 0], "B": [2, 3]}, {"A": ["a", "b", "c"], "B": ["a", "b", "x", "y"]}
+    figure = plots.block_table(tables, tokens, block_size=2, num_blocks=5)
+    assert head(figure) == "2 requests, 3 of 5 blocks in use, 1 of them shared; 1 cell in them unfilled"
+    arrows = [p for p in figure.axes[0].patches if hasattr(p, "_posA_posB")]
+    assert len(arrows) == 4
+    heights = {text.get_text(): text.get_position()[1] for text in figure.axes[0].texts if text.get_position()[0] > 5.5}
+    ends = [arrow._posA_posB[1][1] for arrow in arrows]  # near the middle of the block that the table names
+    for end, entry in zip(ends, (2, 0, 2, 3), strict=True):
+        nearest = min("01234", key=lambda number: abs(heights[number] - end))
+        assert nearest == str(entry)
+    texts = [t.get_text() for t in figure.axes[0].texts]
+    assert texts.count("a") == 3 and texts.count("x") == 2 and "table [2, 3]" in texts and "×2" in texts
+    for wrong in ({"A": [5]}, {"A": []}):
+        with pytest.raises(InvalidParameter, match="blocks 0 to 4 of 2 tokens"):
+            plots.block_table(wrong, {"A": ["a"]}, block_size=2, num_blocks=5)
+
+
+def test_positions_that_are_elsewhere_are_counted():
+    right = [solutions.row_of([4, 1, 3], 2, position) for position in range(5)]
+    assert placed_rows(right, [4, 1, 3], block_size=2, num_blocks=5).alt == (
+        "all 5 positions are where the table [4, 1, 3] says"
+    )
+    for rows, wrong in (([9, *right[1:]], 2), ([*right[:4], 10], 1), ([*right[:4], 0], 1)):
+        figure = placed_rows(rows, [4, 1, 3], block_size=2, num_blocks=5)
+        assert figure.alt == f"{wrong} of 5 positions are not where the table says"
+
+
+def stacked(ax):
+    return [patch for patch in ax.patches if hasattr(patch, "get_data")]
+
+
+def test_the_rows_of_every_step_add_up():
+    for steps in (run(4, 64), slots()):
+        figure = plots.block_life(steps)
+        filled, unfilled, cached, free = (patch.get_data() for patch in stacked(figure.axes[0]))
+        assert filled.values.tolist() == [step.kv_tokens for step in steps]
+        assert unfilled.values.tolist() == [step.kv_held for step in steps]
+        assert free.values.tolist() == [step.kv_capacity for step in steps]
+        expected = [step.kv_held + 4 * len(step.blocks.cached) if step.blocks else step.kv_held for step in steps]
+        assert cached.values.tolist() == expected
+    share = sum(s.kv_tokens for s in run(4, 64)) / sum(s.kv_held for s in run(4, 64))
+    other = sum(s.kv_tokens for s in slots()) / sum(s.kv_held for s in slots())
+    count = run(4, 64)[-1].blocks.preemptions
+    assert head(plots.block_life(run(4, 64))) == (
+        f"{share:.0%} of the rows that requests hold are filled; {count} preemptions"
+    )
+    both = plots.block_life({"slots": slots(), "paged": run(4, 64)})
+    assert head(both) == f"Filled, of the rows that requests hold: slots {other:.0%}, paged {share:.0%}"
+    assert [to_hex(stacked(ax)[0].get_facecolor()) for ax in both.axes] == [colour_of("slots"), colour_of("paged")]
+    assert both.axes[0].get_xlim() == both.axes[1].get_xlim() and both.axes[0].get_ylim() == both.axes[1].get_ylim()
+
+
+def test_preemptions_are_marked_where_they_were():
+    steps = run(4, 64)
+    marks, before = [], 0
+    for number, step in enumerate(steps, 1):
+        marks += [number] if step.blocks.preemptions > before else []
+        before = step.blocks.preemptions
+    assert preempted_at(steps) == marks and len(marks) > 1
+    assert preempted_at(steps[marks[0] :]) == [number - marks[0] for number in marks[1:]]  # a run from the middle on
+    assert preempted_at(slots()) == []
+    drawn = [line.get_xdata() for line in plots.block_life(steps).axes[0].lines if line.get_marker() == "v"]
+    assert drawn[0].tolist() == marks
+
+
+def test_without_steps_there_is_no_life():
+    for draw in (plots.block_life, lambda steps: plots.running_requests({"a": steps}), plots.running_requests):
+        for nothing in ([], {}):
+            with pytest.raises(InvalidParameter, match="trace=True"):
+                draw(nothing)
+
+
+def test_waste_is_drawn_to_one_scale_with_its_shares():
+    figure = plots.kv_waste(WASTE)
+    assert head(figure) == "Rows that hold a token: a static batch 13%, slots 40%, paged 89%"
+    texts = [t.get_text() for t in figure.axes[0].texts]
+    assert {"13%", "37%", "50%", "40%", "56%", "89%", "1,000 rows", "1,000 rows; free 4%"} <= set(texts)
+    assert "1,000 rows; unfilled <1%; of no use 2%" in texts
+    widths = [patch.get_width() for patch in figure.axes[0].patches]
+    assert widths == [n for parts in WASTE.values() for n in parts.values()]
+    with pytest.raises(InvalidParameter, match=r"The part 'wasted' of 'a' is not known\. The parts are tokens"):
+        plots.kv_waste({"a": {"wasted": 3}})
+
+
+def test_running_requests_are_those_of_each_step():
+    figure = plots.running_requests({"slots": slots(), "paged": run()})
+    lines = stacked(figure.axes[0])
+    assert [line.get_data().values.tolist() for line in lines] == [
+        [len(step.chunks) for step in steps] for steps in (slots(), run())
+    ]
+    assert [to_hex(line.get_edgecolor()) for line in lines] == [colour_of("slots"), colour_of("paged")]
+    mean = np.mean([len(step.chunks) for step in run()])
+    assert head(figure).endswith(f"paged {mean:.1f}") and figure.axes[0].get_xlabel() == "step"
+    by_time = plots.running_requests({"paged": timed(run())})
+    assert by_time.axes[0].get_xlabel() == "seconds" and head(by_time).endswith(f"paged {mean:.1f}")
+    assert stacked(by_time.axes[0])[0].get_data().edges[-1] == pytest.approx(len(run()) - 0.1)
+    assert plots.running_requests({"p": timed(run())}, unit="step").axes[0].get_xlabel() == "step"
+
+
+@pytest.mark.parametrize("parts", [[[1.0]], [[2.0, 1.0], [5.0, -3.0]], [[], [1000.0, 999.0], [], [-1000.0]]])
+def test_merged_weights_are_those_of_one_softmax(parts):
+    scores = np.concatenate([np.asarray(part) for part in parts])
+    maxima, sums, factors, weights = merged([np.asarray(part, dtype=float) for part in parts])
+    expected = np.exp(scores - scores.max())
+    assert np.allclose(weights, expected / expected.sum())
+    assert max(factors) == 1.0 and len(maxima) == len(sums) == len(parts)
+    figure = plots.merged_softmax(parts)
+    assert head(figure).endswith(f"the weights of {len(scores)} scores are those of one softmax")
+    rings = next(line for line in figure.axes[1].lines if line.get_marker() == "o")
+    bars = [patch.get_height() for patch in figure.axes[1].patches]
+    assert np.allclose(rings.get_ydata(), bars)
+    texts = [t.get_text() for t in figure.axes[0].texts]
+    assert sum("sum 0" in text for text in texts) == sum(not part for part in parts)
+
+
+def test_scores_that_have_no_softmax_are_refused():
+    for wrong in ([], [[]], [[float("nan")]], [[1.0, float("-inf")]]):
+        with pytest.raises(InvalidParameter, match="finite scores, at least one"):
+            plots.merged_softmax(wrong)
+
+
+def test_what_gathering_costs_is_said():
+    assert head(plots.bytes_moved(MOVED)) == "“follow the table” moves 0.333× the bytes of “gather, then attend”"
+
+
+# -- the widget -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def controls(monkeypatch):
+    """What `widgets.block_map` hands to `explore`: (draw, its controls, the positions of the static picture)."""
+
+    def get(*args, **kwargs):
+        seen = {}
+        monkeypatch.setattr(
+            block_replay, "explore", lambda draw, positions, **c: seen.update(draw=draw, controls=c, at=positions)
+        )
+        widgets.block_map(*args, **kwargs)
+        return seen["draw"], seen["controls"], seen["at"]
+
+    return get
+
+
+def test_the_picture_beside_the_sliders_shows_small_and_large_blocks_and_a_small_pool():
+    gallery = widgets.block_map()
+    assert len(gallery.captions) == 4
+    assert [caption.split(", ")[1:] for caption in gallery.captions] == [
+        [f"block size {size}", f"pool (tokens) {pool}"] for size, pool in ((4, 96), (1, 96), (16, 96), (4, 64))
+    ]
+    lines = repr(gallery).splitlines()
+    assert " 0 of 90 rows unfilled" in lines[1] and "preempted so far" in lines[3] and "3 shared" in lines[0]
+
+
+def test_the_picture_changes_with_each_slider(controls):
+    draw, inputs, _ = controls()
+    box = live(draw, inputs)
+    step, size, pool, message, image = box.children
+    slider, button = step.children
+    assert (button.min, button.max, button.interval) == (slider.min, slider.max, 800)
+    pictures = [image.value]
+    for widget, value in ((slider, 9), (size, 16), (pool, 64)):
+        widget.value = value
+        assert message.value == "" and image.value not in pictures
+        pictures.append(image.value)
+
+
+def test_every_position_of_the_sliders_can_be_drawn(controls):
+    draw, inputs, positions = controls()
+    step, sizes, pools = inputs.values()
+    assert (
+        isinstance(step, Slider)
+        and step.play
+        and step.high == max(len(run(size, pool)) for size in sizes.options for pool in pools.options)
+    )
+    for size, pool in itertools.product((1, 4, 16), (pools.options[0], pools.options[-1])):
+        for number in (1, step.high):
+            figure = draw(number, size, pool)
+            shown = min(number, len(run(size, pool)))
+            assert head(figure).startswith(f"Step {shown} of {len(run(size, pool))}: ")
+    trace = run(4, 64)[positions[-1]["step"] - 1]
+    figure = draw(**positions[-1])
+    assert head(figure) == (
+        f"Step {positions[-1]['step']} of {len(run(4, 64))}: {len(trace.blocks.tables)} run, "
+        f"{len(trace.waiting)} wait, {trace.blocks.preemptions} preempted so far"
+    )
+    tail = trace.kv_held - trace.kv_tokens
+    note = f"{tail} of {trace.kv_held} rows unfilled ({tail / trace.kv_held:.0%}); "
+    assert any(t.get_text().startswith(note) for t in figure.texts)
+
+
+def test_pools_are_large_enough_for_every_prompt(controls):
+    draw, inputs, positions = controls([ReplayRequest(70, 30), ReplayRequest(5, 40)], pool=48, block_size=8)
+    assert inputs["pool"].options == (80, 96) and inputs["pool"].value == 80 and inputs["block_size"].value == 8
+    for position in positions:
+        assert isinstance(draw(**position), Picture)
+
+
+def test_a_real_run_has_a_slider_over_its_steps(tiny):
+    engine = LLMEngine(tiny, kv_cache="paged", block_size=4, num_blocks=20, max_model_len=64, trace=True)
+    engine.generate([[5] * 9, [5] * 9 + [6], [7] * 20], SamplingParams(max_tokens=12, ignore_eos=True))
+    gallery = widgets.block_map(steps=engine.steps)
+    assert all(caption.startswith("step ") for caption in gallery.captions) and len(gallery.captions) <= 2
+    assert widgets.block_map(steps=engine.steps, at=[2, 5]).captions == ("step 2", "step 5")
+    colours = [block_replay._colours(engine.steps[:n]) for n in (3, len(engine.steps))]
+    assert all(colours[1][name] == colour for name, colour in colours[0].items())
+
+
+def test_what_the_widget_cannot_show_is_refused():
+    for options, message in (
+        ({"requests": []}, "one ReplayRequest or more"),
+        ({"block_size": 3}, "block_size=3"),
+        ({"steps": []}, "no block maps"),
+        ({"steps": run(), "at": [99]}, f"from 1 to {len(run())}"),
+        ({"steps": run(), "at": []}, "steps from 1"),
+    ):
+        with pytest.raises(InvalidParameter, match=message):
+            widgets.block_map(**options)
