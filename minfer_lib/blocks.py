@@ -105,10 +105,9 @@ class BlockAllocator:
         """Lets a block that is in use be found by what it holds; without effect if another one is found by that key."""
         if self.references(block) == 0:
             raise InvariantBroken(f"block {block} was to be registered, and it is free")
+        if self._key_of.get(block, key) != key:
+            raise InvariantBroken(f"block {block} was to get a second key")
         if self._block_of.setdefault(key, block) == block:
-            old = self._key_of.get(block)
-            if old is not None and old != key:
-                raise InvariantBroken(f"block {block} was to get a second key")
             self._key_of[block] = key
 
     def find(self, key: bytes) -> int | None:

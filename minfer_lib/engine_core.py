@@ -26,7 +26,7 @@ from .packed_batch import GATHER
 from .prompts import check_fits_pool, make_requests, request_ids, resolve_max_model_len
 from .request import Request, RequestOutput
 from .sampling import Sampler, Samples
-from .scheduler import Chunk, Scheduler
+from .scheduler import WATERMARK, Chunk, Scheduler
 from .trace import StepTrace, Totals
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class EngineCore:
             self.max_model_len = resolve_max_model_len(lm, max_model_len)
             dtype = next((pool.keys.dtype for pool in self.cache.pools.values()), lm.dtype)
             kernels = choose_kernels(lm.device, dtype, attention_backend)
-            watermark = max(1, self.cache.num_blocks // 100)
+            watermark = WATERMARK
         self.scheduler = Scheduler(
             self.cache, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,
             watermark=watermark,
@@ -236,17 +236,15 @@ class EngineCore:
         """Bytes that the KV cache reserves."""
         return self.cache.nbytes_reserved
 
-    def forget(self) -> None:
-        """Forgets what came before, as if the engine were new to its next requests, so that a run can be measured:
-        cached prefixes, and the fullest moment in `stats()`. Requests that run are not disturbed."""
-        self._totals.kv_peak_used_tokens = self._totals.kv_peak_held_tokens = 0
+    def reset_prefix_cache(self) -> None:
+        """Gives up cached blocks that no request uses, and their contents with them; running requests keep theirs."""
         if self.kv_cache == "paged":
             self.cache.allocator.forget()
 
-    def reset_prefix_cache(self) -> None:
-        """Gives up what no request uses of the cache, as if the engine were new; running requests keep theirs."""
-        if self.kv_cache == "paged":
-            self.cache.allocator.forget()
+    def forget(self) -> None:
+        """Lets a new measurement begin: cached prefixes go, and the fullest moment in `stats()` is looked for anew."""
+        self.reset_prefix_cache()
+        self._totals.kv_peak_used_tokens = self._totals.kv_peak_held_tokens = 0
 
     def check_invariants(self) -> None:
         """Raises `InvariantBroken` if queues and cache contradict each other."""

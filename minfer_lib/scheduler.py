@@ -23,6 +23,10 @@ from .errors import InvariantBroken
 from .kv_pool import NO_PREFIX, Prefix
 from .request import Request
 
+# Tokens. Without any, whoever joins is soon preempted; with many, memory lies idle. Over mixed lengths in a pool that
+# is too small for all, work done twice and idle memory together cost least at about half a block of 16 tokens.
+WATERMARK = 8
+
 
 class Cache(Protocol):
     """What the scheduler has to know of a KV cache."""
@@ -92,7 +96,7 @@ class Scheduler:
     """The queues of an engine.
 
     cache: asked for room for each chunk. max_num_seqs: requests that run at most. max_num_batched_tokens: tokens that a
-    step computes at most. watermark: blocks that a request which joins others must leave free, so that these can grow.
+    step computes at most. watermark: tokens by which each running request must be able to grow when another one joins.
 
     Lower priority numbers run first. Among equals, requests that decode go before those that still prefill, and these
     in order of arrival; if the budget does not reach for all that decode, they take turns. Nobody overtakes a request
@@ -191,7 +195,7 @@ class Scheduler:
         end = prefix.tokens + tokens
         reserve = self.cache.blocks_for(request.num_tokens) - self.cache.blocks_for(end)
         if self.running:
-            reserve += self.watermark
+            reserve += self.cache.blocks_for(self.watermark * len(self.running)) if self.watermark else 0
             reserve += sum(
                 self.cache.blocks_for(other.num_tokens) - len(self.cache.block_table(other)) for other in self.running
             )

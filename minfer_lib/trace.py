@@ -107,7 +107,8 @@ class StepTrace:
             tuple(
                 TracedChunk(
                     chunk.request.request_id, chunk.request.index, chunk.request.num_computed, chunk.num_tokens,
-                    chunk.num_tokens == 1 and chunk.request.num_computed >= len(chunk.request.prompt_token_ids),
+                    chunk.request.num_to_compute == 1
+                    and chunk.request.num_computed >= len(chunk.request.prompt_token_ids),
                     chunk.request in gained,
                     cache.block_table(chunk.request)[0],
                 )

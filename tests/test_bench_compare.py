@@ -28,7 +28,9 @@ from minfer_lib.bench import (
     probe_memory,
     reported,
     reported_rows,
+    results,
     rungs,
+    scoreboard,
 )
 from minfer_lib.bench.comparison import held_between_runs
 from minfer_lib.bench.results import from_dict, to_dict
@@ -345,6 +347,57 @@ def test_the_ladder_has_every_rung(lm, capsys):
     assert not found.warnings and all(row.engine in capsys.readouterr().out for row in found.rows[:1])
     some = ladder(lm, ["cached", "HF generate"], fixed_lengths(lm, 1, 3, 2), repeats=1, show=False)
     assert [row.engine for row in some.rows] == ["cached", "HF generate"]
+
+
+def test_the_ladders_own_workload_is_that_of_the_comparison(lm):
+    found = ladder(lm, ["naive", "hf-batch", "slots", "paged"], repeats=1, show=False, short_warm_up=True)
+    work = mixed_lengths(lm, n=10, prompt=(16, 48), output=(4, 28))
+    assert found.workload["prompt_lens"] == work.prompt_lens and found.workload["output_lens"] == work.output_lens
+    per_token = kv_token_bytes(lm)
+    assert found.row("slots").kv_reserved == 4 * lm.max_model_len * per_token  # four run at once
+    assert not found.warnings and rungs.newest() == "paged"
+    assert ladder(lm, ["slots"], work, max_running=2, max_model_len=80, repeats=1, show=False).rows[0].kv_reserved == (
+        2 * 80 * per_token
+    )
+
+
+def test_memory_of_some_rows(lm, monkeypatch):
+    asked = []
+
+    def peak(engine, workload):
+        asked.append(engine.name)
+        return probe_memory.PeakMemory(1, 2, 3)
+
+    monkeypatch.setattr(probe_memory, "peak_memory", peak)
+    engines = NaiveEngine(lm), CachedEngine(lm)
+    work = fixed_lengths(lm, 1, 3, 2)
+    found = compare(*engines, workload=work, repeats=1, memory=["cached"], show=False)
+    assert asked == ["cached"] and [row.peak_bytes for row in found.rows] == [None, 3]
+    with pytest.raises(InvalidParameter, match="'warp' was asked for, and there is no such row"):
+        compare(*engines, workload=work, memory=["warp"], show=False)
+
+
+def test_the_wide_table_has_all_columns(lm, found):
+    wide = scoreboard(found)
+    text, page = str(wide), wide._repr_html_()
+    for heading in ("TTFT p50", "TTFT p95", "TPOT p95", "KV reserved", "KV held", "KV used", "weights MiB", "of floor"):
+        assert heading in text
+    assert page.count("<tr>") == 2 + len(found.rows) and 'colspan="3"' in page and "perplexity" not in text
+    assert all(row.engine in text and row.engine in page for row in found.rows)
+    row = bench.QualityRow("int8", 10.1, 0.0123, 0.01, 0.9, 0.01, 100, 1, "float32")
+    judged = scoreboard(found, {"cached": row})
+    assert "+1.2 %" in str(judged) and "perplexity" in judged._repr_html_()
+    with pytest.raises(InvalidParameter, match="no row 'warp'"):
+        scoreboard(found, {"warp": row})
+    assert str(scoreboard(from_dict(to_dict(found)))).count("\n") == text.count("\n")
+
+
+def test_rows_of_older_files_have_no_cache_held(found):
+    data = to_dict(found)
+    for row in data["rows"]:
+        del row["kv_held"], row["weight_bytes"]
+    data["sha256"] = results.digest(data)
+    assert from_dict(data).rows[0].kv_waste is None and "KV held" not in str(scoreboard(from_dict(data)))
 
 
 def test_rungs_make_the_engines_they_name(lm):

@@ -110,6 +110,17 @@ def test_the_default_engine_gives_the_models_own_answers(lm):
     assert newest.chapter == max(chapters)
 
 
+def test_engines_over_the_same_other_weights_share_a_model(lm, monkeypatch):
+    copies, copied = [], cheaper.copied
+    monkeypatch.setattr(cheaper, "copied", lambda *args: copies.append(copied(*args)) or copies[-1])
+    found = ladder(lm, ["slots", "int8", "paged", "paged-int8"], fixed_lengths(lm, 2, 8, 6), repeats=1, show=False)
+    assert len(copies) == 1 and not found.warnings
+    assert [row.engine for row in found.rows] == ["slots", "int8", "paged", "paged + int8"]
+    sizes = [row.weight_bytes for row in found.rows]
+    assert sizes[0] == sizes[2] == measured_weight_bytes(lm.model) > sizes[1] == sizes[3]
+    assert sizes[1] == measured_weight_bytes(copies[0].model)
+
+
 def test_the_ladder_says_of_int8_what_it_is(lm):
     found = ladder(lm, ["slots", "int8"], fixed_lengths(lm, 2, 8, 6), repeats=1, show=False)
     row = found.row("int8")

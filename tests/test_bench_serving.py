@@ -328,15 +328,56 @@ def test_the_row_of_slots_shows_what_slots_reserve(lm):
     assert row.tokens == "same" and not row.warnings and row.metrics.concurrency > 1
     assert row.kv_reserved == 8 * 100 * kv_token_bytes(lm)
     longest = max(p + n - 1 for p, n in zip(work.prompt_lens, work.output_lens, strict=True))
-    assert longest * kv_token_bytes(lm) < row.kv_used < row.kv_reserved
+    assert longest * kv_token_bytes(lm) < row.kv_used < row.kv_held < row.kv_reserved
+    assert row.kv_held == 5 * 100 * kv_token_bytes(lm)  # whole slots, of the five requests alone
+    assert row.kv_waste == 1 - row.kv_used / row.kv_held > 0.5
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_the_row_of_pages_shows_what_its_blocks_hold(lm, block_size):
+    work = mixed_lengths(lm, 6, (3, 20), (2, 9))
+    slots = LLMEngine(lm, max_num_seqs=3, max_model_len=100)
+    paged = LLMEngine(lm, kv_cache="paged", max_num_seqs=3, max_model_len=100, block_size=block_size, trace=True)
+    found = compare(slots, paged, workload=work, repeats=2, show=False)
+    row, per_token = found.row("paged"), kv_token_bytes(lm)
+    fullest = max((step.kv_tokens, step.kv_held) for step in paged.steps)
+    assert (row.kv_used, row.kv_held) == (fullest[0] * per_token, fullest[1] * per_token)
+    assert row.tokens == "same" and row.kv_used == found.row("slots").kv_used
+    assert 0 <= row.kv_held - row.kv_used < 3 * block_size * per_token  # less than a block for each that runs
+    assert row.kv_held % (block_size * per_token) == 0 and row.kv_held < found.row("slots").kv_held
+
+
+def test_a_run_does_not_profit_from_those_before_it(lm):
+    work = fixed_lengths(lm, 3, 40, 4)
+    engine = LLMEngine(lm, kv_cache="paged", max_model_len=64)
+    compare(engine, workload=work, repeats=3, show=False)
+    assert engine.stats()["hit_tokens"] == 0  # the same prompts four times
+    engine.generate(work.prompts, work.params)
+    assert engine.stats()["hit_tokens"] == 3 * 32
+    engine.forget()
+    assert engine.stats()["kv_peak_used_tokens"] == engine.stats()["blocks_cached"] == 0
+    engine.check_invariants()
+
+
+def test_the_fullest_moment_is_that_of_the_run(lm):
+    engine = LLMEngine(lm, max_model_len=64)
+    large = compare(engine, workload=fixed_lengths(lm, 4, 30, 8), repeats=1, show=False).rows[0]
+    small = compare(engine, workload=fixed_lengths(lm, 1, 5, 3), repeats=1, show=False).rows[0]
+    per_token = kv_token_bytes(lm)
+    assert large.kv_used == 4 * (30 + 7) * per_token and large.kv_held == 4 * 64 * per_token
+    assert small.kv_used == (5 + 2) * per_token and small.kv_held == 64 * per_token
 
 
 def test_the_ladder_has_slots_and_an_engine_can_be_made_again(lm):
     found = ladder(lm, workload=fixed_lengths(lm, 2, 4, 3), repeats=1, show=False)
-    assert found.row("slots").tokens == "same" and "HF continuous" not in [row.engine for row in found.rows]
+    assert found.row("slots").tokens == "same" and found.row("HF continuous").tokens == "same"
     made = recipe(LLMEngine(lm, max_num_seqs=3, max_num_batched_tokens=77, max_model_len=50))
     again = LLMEngine(lm, **made["options"])
     assert (again.max_num_seqs, again.max_num_batched_tokens, again.max_model_len) == (3, 77, 50)
+    paged = LLMEngine(lm, "paged", block_size=7, num_blocks=9, enable_prefix_caching=False, attention_backend="gather")
+    again = LLMEngine(lm, **recipe(paged)["options"])
+    assert (again.cache.block_size, again.cache.num_blocks, again.cache.enable_prefix_caching) == (7, 9, False)
+    assert again.runner.kernels.name == "gather"
 
 
 # -- latency against rate -------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """Workloads have the lengths they promise, the same on every call, and prompts that are real text where it can be."""
 
+import random
+
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from minfer_lib.bench import english_text, fixed_lengths, mixed_lengths, prompts_of
+from minfer_lib.bench import english_text, fixed_lengths, mixed_lengths, nano_vllm, prompts_of, shared_prefix
 from minfer_lib.bench.settings import fast_mode, shorten
 from minfer_lib.bench.workloads import BOOK, END_OF_HEADER, TEXTS, Workload
 from minfer_lib.errors import InvalidParameter
@@ -47,6 +49,36 @@ def test_mixed_lengths_follow_the_seed(lm):
     assert set(work.prompt_lens) == set(range(3, 10)) and set(work.output_lens) == set(range(2, 7))
     assert work == mixed_lengths(lm, 40, prompt=(3, 9), output=(2, 6), seed=1)
     assert work.prompt_lens != mixed_lengths(lm, 40, prompt=(3, 9), output=(2, 6), seed=2).prompt_lens
+
+
+def test_a_shared_prefix_is_all_that_is_shared(lm):
+    work = shared_prefix(lm, 5, shared=64, own=(4, 9), output=(2, 5), seed=3)
+    assert len({tuple(prompt[:64]) for prompt in work.prompts}) == 1
+    assert len({tuple(prompt[64:]) for prompt in work.prompts}) == 5
+    assert all(4 <= length - 64 <= 9 for length in work.prompt_lens) and len(set(work.prompt_lens)) > 1
+    assert work == shared_prefix(lm, 5, shared=64, own=(4, 9), output=(2, 5), seed=3)
+    assert english_text().startswith(lm.decode(work.prompts[0])) and "64 shared" in work.description
+    assert all(p.ignore_eos and 2 <= p.max_tokens <= 5 for p in work.params)
+    with pytest.raises(InvalidParameter, match="at most"):
+        shared_prefix(lm, 2, shared=10**6)
+
+
+def test_a_shared_prefix_needs_no_tokenizer(without_tokenizer):
+    work = shared_prefix(without_tokenizer, 3, shared=20, own=(4, 9), output=(2, 5))
+    assert len({tuple(prompt[:20]) for prompt in work.prompts}) == 1
+    assert not {token for prompt in work.prompts for token in prompt} & without_tokenizer.eos_ids
+
+
+def test_the_workload_of_nano_vllm_is_that_of_nano_vllm():
+    rng = random.Random(0)
+    ids = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    lengths = [rng.randint(100, 1024) for _ in range(256)]
+    work = nano_vllm(151936)
+    assert work.prompts == ids and work.output_lens == lengths
+    assert (sum(work.prompt_lens), sum(work.output_lens)) == (142_827, 133_966)
+    assert max(p + n for p, n in zip(work.prompt_lens, work.output_lens, strict=True)) == 2011
+    assert all(p.temperature == 0.6 and p.ignore_eos for p in work.params)
+    assert max(max(prompt) for prompt in nano_vllm(300, n=3).prompts) < 300
 
 
 def test_prompts_do_not_share_a_beginning(lm):

@@ -571,7 +571,7 @@ def test_info_lists_the_int8_kernels(run, monkeypatch, tmp_path):
         out = run("info")[1]
     int8_kernels.timings.cache_clear()
     lines = {line.partition("  ")[0]: line for line in out.splitlines()}
-    assert lines["int8 without compiled"].endswith("  `~/cc` failed") and "used by default: slots" in lines["engines"]
+    assert lines["int8 without compiled"].endswith("  `~/cc` failed") and "used by default: paged" in lines["engines"]
     for kind in ("int8 dynamic, float32", "int8 weight-only, bfloat16"):
         times = dict(re.findall(r"(\w+\*?) ([\d,]+)(?:,|$)", lines[kind].removeprefix(kind)))
         assert "compiled" not in str(times) and sum(name.endswith("*") for name in times) == 1

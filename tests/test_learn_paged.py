@@ -26,6 +26,7 @@ from minfer_lib.learn.plots.blocks import REQUEST_COLOURS, Contents
 from minfer_lib.learn.plots.softmax import merged
 from minfer_lib.learn.sliders import Slider, live
 from minfer_lib.learn.style import Picture, colour_of
+from minfer_lib.scheduler import WATERMARK
 from minfer_lib.trace import BlockMap, TracedTable
 
 WORDS = ["The", "cat", "sat", "on", "the", "mat", "and", "looked", "at", "the", "comfortable", "dog"]
@@ -185,7 +186,7 @@ def test_a_replay_is_what_the_engine_does(tiny, options):
             for step in steps
         ]  # fmt: skip
 
-    mine = replay(DEFAULT_REQUESTS, **options)
+    mine = replay(DEFAULT_REQUESTS, watermark=WATERMARK, **options)
     assert seen(mine) == seen(of_engine(tiny, DEFAULT_REQUESTS, **options))
     assert mine[-1].blocks.preemptions > 0 or options["num_blocks"] * options["block_size"] >= 96
 

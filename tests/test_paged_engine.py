@@ -51,8 +51,9 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 
 def paged(lm: LanguageModel, **options: object) -> LLMEngine:
-    """An engine that is looked at after each step, also after one that raised."""
+    """An engine looked at after each step, also after one that raised; requests join it until it bursts."""
     engine = LLMEngine(lm, **(dict(kv_cache="paged", max_model_len=LONGEST, trace=True) | options))
+    engine.scheduler.watermark = 0
     advance, cache, steps = engine._advance, engine.cache, itertools.count(1)
 
     def checked() -> None:

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minfer_lib import SamplingParams
-from minfer_lib.kv_cache import LayerShape
+from minfer_lib.kv_cache import LayerShape, Prefix
 from minfer_lib.paged import PagedKVCache
 from minfer_lib.request import Request, RequestMetrics
-from minfer_lib.scheduler import Chunk, Scheduler
+from minfer_lib.scheduler import Chunk, Scheduler, Sharing
 from minfer_lib.tokenizer import StreamDecoder
 
 PRIME = 2**31 - 1  # fingerprints are exact in float64
@@ -459,12 +459,21 @@ def test_all_tokens_of_a_prompt_must_fit_though_it_comes_in_chunks():
     assert loop.scheduler.sharing.preemptions == 0
 
 
-@pytest.mark.parametrize(("watermark", "together"), [(0, 2), (1, 2), (2, 1), (9, 1)])
-def test_who_joins_others_leaves_blocks_for_them_to_grow(watermark: int, together: int):
+@pytest.mark.parametrize(("watermark", "together"), [(0, 2), (2, 2), (3, 1), (18, 1)])
+def test_who_joins_others_leaves_room_for_them_to_grow(watermark: int, together: int):
     loop = Loop(blocks=5, size=2, watermark=watermark)
     loop.add([one("a", 4, 2), one("b", 4, 2)])
     assert len(loop.step()) == together
     loop.run()  # one that is alone needs to leave none: nobody waits for ever
+
+
+@pytest.mark.parametrize(("blocks", "together"), [(8, 3), (7, 2)])
+def test_the_more_run_the_more_room_is_left(blocks: int, together: int):
+    """a and b take four blocks; c, which needs two, has to leave two more, one for each of them."""
+    loop = Loop(blocks=blocks, size=1, watermark=1)
+    loop.add([one("a", 2, 2), one("b", 2, 2), one("c", 2, 2)])
+    assert len(loop.step()) == together
+    loop.run()
 
 
 def test_what_waits_for_its_last_tokens_is_kept_free_for_who_runs():
@@ -533,6 +542,16 @@ def test_a_prompt_that_was_computed_before_is_not_computed_again():
     loop.add([one("b", [1, 2, 3, 4, 5, *said, 9], 1), one("c", [1, 2, 3, 9, 5], 1)])
     assert loop.run() == [[("b", 2), ("c", 3)]]  # 8 tokens of a's: prompt and answer, in full blocks; and 2
     assert loop.scheduler.sharing.hit_tokens == 8 + 2 and loop.scheduler.sharing.asked_tokens == 5 + 10 + 5
+
+
+def test_what_others_computed_meanwhile_is_no_less_than_nothing_to_compute_again():
+    sharing = Sharing()
+    sharing.count(one("a"), Prefix(8), 3)  # had computed 3 tokens, and comes back to find 8
+    assert sharing == Sharing()
+    sharing.count(one("a"), Prefix(2), 5)
+    assert sharing == Sharing(recomputed_tokens=3)
+    sharing.count(one("a", 7), Prefix(4), None), sharing.count(one("a", 7), Prefix(6, forked=True), None)
+    assert sharing == Sharing(asked_tokens=14, hit_tokens=4, forked_tokens=6, recomputed_tokens=3)
 
 
 # -- under pressure ---------------------------------------------------------------------------------------------------

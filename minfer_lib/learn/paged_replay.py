@@ -70,9 +70,11 @@ def replay(
     max_num_batched_tokens: int = 64,
     enable_prefix_caching: bool = True,
     kv_cache: Literal["paged", "slots"] = "paged",
+    watermark: int = 1,
 ) -> list[StepTrace]:
     """The steps that an engine with such a cache takes for these requests; their ids are "0", "1", ... in order.
 
+    watermark: as of `Scheduler`; an engine's own would leave no room for anybody else in a pool of so few tokens.
     With kv_cache="slots" there are `num_blocks` slots of `block_size` tokens, and the traces have no `blocks`. A
     request that outgrows the pool (or its slot) ends there, as in the engine; a prompt that can never fit is refused
     with `InvalidParameter`.
@@ -96,7 +98,7 @@ def replay(
     scheduler = Scheduler(
         cache, max_num_seqs=check_count("max_num_seqs", max_num_seqs),
         max_num_batched_tokens=check_count("max_num_batched_tokens", max_num_batched_tokens),
-        watermark=max(1, num_blocks // 100) if paged else 0,
+        watermark=watermark if paged else 0,
     )  # fmt: skip
     coming = sorted(
         ((asked.arrives, answers) for asked, answers in zip(requests, _answers(requests), strict=True)),

@@ -15,8 +15,8 @@ EXERCISES = (GAIN, PERCENTILE, CACHE_FOR_LOAD)
 def check_gain(gain: Function) -> bool:
     """Checks `gain(measurements, engine, baseline) -> float | None`: a factor between equal conditions.
 
-    measurements: tuples (engine, machine, workload, tokens/s). The result is the smallest tokens/s of `engine` over that
-    of `baseline` among the pairs that share machine and workload; None if there is no such pair.
+    measurements: tuples (engine, machine, workload, tokens/s). The result is the smallest tokens/s of `engine` over
+    that of `baseline` among the pairs that share machine and workload; None if there is no such pair.
     """
     return GAIN.check(gain)
 

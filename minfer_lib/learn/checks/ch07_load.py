@@ -78,7 +78,7 @@ CACHE_FOR_LOAD = Exercise(
         Mistake("no time", "rate alone is no number of requests: times the seconds that each of them stays.",
                 (_no_time,)),
         Mistake("one step", "A request stays for all of its output, not for one step.", (_load(stays="one"),)),
-        Mistake("the prompt's time", "The prompt is computed in one go here; only tokens of the output take a step each.",
+        Mistake("the prompt's time", "The prompt is computed in one go; only tokens of the output take a step each.",
                 (_load(stays="all"),)),
     ),
     hint="In flight: rate * output * tpot_ms / 1000. Each holds prompt + output / 2 + block_size / 2 tokens.",
