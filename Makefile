@@ -51,8 +51,12 @@ lab: $(READY)
 	$(PY) -m jupyterlab --log-level=ERROR --LabApp.default_url=/lab/tree/$(FIRST_CHAPTER) $$root $(LAB_ARGS)
 
 test: $(READY)
-	$(OFFLINE) MINFER_FAST=1 $(PY) -m pytest tests notebooks \
-	    --nbval-lax --nbval-current-env --nbval-cell-timeout=300
+	@# Tests use one thread each, so two at a time; a notebook measures, and has the machine to itself.
+	@failed=; \
+	$(OFFLINE) MINFER_FAST=1 $(PY) -m pytest tests -n 2 --dist loadfile || failed=1; \
+	$(OFFLINE) MINFER_FAST=1 $(PY) -m pytest notebooks --nbval-lax --nbval-current-env --nbval-cell-timeout=300 \
+	    || failed=1; \
+	test -z "$$failed"
 
 run: $(READY)
 	$(PY) -m minfer_lib generate "$(PROMPT)"
