@@ -105,10 +105,11 @@ class BlockAllocator:
         """Lets a block that is in use be found by what it holds; without effect if another one is found by that key."""
         if self.references(block) == 0:
             raise InvariantBroken(f"block {block} was to be registered, and it is free")
+        if self._block_of.get(key, block) != block:
+            return
         if self._key_of.get(block, key) != key:
             raise InvariantBroken(f"block {block} was to get a second key")
-        if self._block_of.setdefault(key, block) == block:
-            self._key_of[block] = key
+        self._key_of[block], self._block_of[key] = key, block
 
     def find(self, key: bytes) -> int | None:
         """The block that was registered under a key, in use or cached; None if there is none."""

@@ -115,7 +115,7 @@ def make_pages(
             raise InvalidParameter(
                 f"A KV cache of {least:,} blocks of {block_size} tokens ({least * per_block / GIB:.1f} GiB) was asked "
                 f"for, and beside a step {left / GIB:.1f} GiB of memory are free: {fits:,} such blocks fit. Pass a "
-                "smaller num_blocks or max_num_batched_tokens, or leave num_blocks out."
+                + ("smaller num_blocks, or leave it out." if fits else "smaller block_size or max_num_batched_tokens.")
             )
         if num_blocks is None and fits * block_size < length:
             warnings.warn(

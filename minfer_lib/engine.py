@@ -33,6 +33,7 @@ class LLMEngine(EngineCore):
     max_num_seqs: requests that run at once at most; others wait. max_num_batched_tokens: tokens that one step computes
       at most, so that a long prompt is taken in chunks. max_model_len: tokens of prompt and answer together; None takes
       the model's limit, at most 2,048, less where slots would not fit in memory (a warning says so).
+    The weights of `lm` must not change while requests run; changed between two calls, cached prefixes are given up.
     clock: seconds as a float; tests inject their own. trace: keep a `StepTrace` of every step in `steps`.
 
     Raises `UnsupportedModel` for a model that cannot be run with many requests in one row, `InvalidParameter` for

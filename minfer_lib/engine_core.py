@@ -63,13 +63,17 @@ class EngineCore:
 
         if kv_cache not in KV_CACHES:
             raise InvalidParameter(f"kv_cache={kv_cache!r} is not possible: it must be {one_of(KV_CACHES)}.")
-        check_backend(attention_backend)
+        check_backend(attention_backend, kv_cache)
+        if not isinstance(enable_prefix_caching, bool):
+            raise InvalidParameter(
+                f"enable_prefix_caching={enable_prefix_caching!r} is not possible: it must be True or False."
+            )
         self.max_num_seqs = check_count("max_num_seqs", max_num_seqs)
         self.max_num_batched_tokens = check_count("max_num_batched_tokens", max_num_batched_tokens)
         self.lm, self.kv_cache, self.clock, self.trace = lm, kv_cache, clock, trace
         self.name = kv_cache
         self.num_blocks, self.block_size, self.attention_backend = num_blocks, block_size, attention_backend
-        self.enable_prefix_caching = bool(enable_prefix_caching)
+        self.enable_prefix_caching = enable_prefix_caching
         self.cache = make_cache(
             lm, kv_cache, max_num_seqs=self.max_num_seqs, num_blocks=num_blocks, block_size=block_size,
             max_model_len=max_model_len, step_tokens=self.max_num_batched_tokens,
@@ -89,6 +93,7 @@ class EngineCore:
         )  # fmt: skip
         self.runner = ModelRunner(lm, self.cache, Sampler(lm.eos_ids), kernels)
         self.steps: list[StepTrace] = []
+        self._weights: list[tuple[int, int]] = []  # address and version of each tensor of the model
         self._ids = request_ids()
         self._owned: set[Request] = set()  # in the queues, by a generate or a stream, which reads them itself
         self._stepping = False
@@ -130,9 +135,6 @@ class EngineCore:
         except OUT_OF_MEMORY as error:
             self._fail(chunks, f"out of memory: {error}")
             return
-        except MinferError:
-            self._fail(chunks, "refused by the engine")
-            raise
         except Exception as error:
             self._fail(chunks, f"{type(error).__name__}: {error}")
             raise GenerationFailed(
@@ -145,7 +147,7 @@ class EngineCore:
             for row, chunk in enumerate(inputs.sampled)
             if row not in samples.errors and not chunk.request.finished
         }
-        trace = StepTrace.of(chunks, gained, self.scheduler, self.cache, with_blocks=self.trace)
+        trace = StepTrace.of(chunks, gained, self.scheduler, self.cache, in_full=self.trace)
         self._postprocess(chunks, inputs.sampled, samples)
         self._reap()
         trace = trace.timed(began, scheduled, built, computed, self.clock())
@@ -193,6 +195,8 @@ class EngineCore:
     # -- who owns a request ---------------------------------------------------------------------------------------
 
     def _requests(self, prompts: Any, params: Any, ids: Any = None) -> list[Request]:
+        if not (self.scheduler.waiting or self.scheduler.running):
+            self._notice_new_weights()
         known = self._known_ids()
         requests = make_requests(
             self.lm, prompts, params, max_model_len=self.max_model_len, now=self.clock(),
@@ -201,6 +205,16 @@ class EngineCore:
         for request in requests:
             check_fits_pool(request, self.kv_tokens)
         return requests
+
+    def _notice_new_weights(self) -> None:
+        """Keys and values of weights that have changed since (quantised, trained on) must not be found any more."""
+        if self.kv_cache != "paged" or not self.cache.enable_prefix_caching:
+            return
+        tensors = itertools.chain(self.lm.model.parameters(), self.lm.model.buffers())
+        weights = [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+        if weights != self._weights:
+            self.reset_prefix_cache()
+            self._weights = weights
 
     def _known_ids(self) -> set[str]:
         everybody = itertools.chain(self.scheduler.waiting, self.scheduler.running, self._outputs)

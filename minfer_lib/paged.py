@@ -96,6 +96,7 @@ class PagedKVCache:
             for i, index in enumerate(alike):
                 self.pools[index] = KVPool(keys[i].flatten(0, 1), values[i].flatten(0, 1))
         self._tables: dict[Hashable, BlockTable] = {}
+        self._keys: dict[Hashable, list[bytes]] = {}  # of the full blocks of all that were looked up
         self.bytes_copied = 0  # by copy-on-write
 
     # -- what a new request can take over ---------------------------------------------------------------------------
@@ -104,17 +105,13 @@ class PagedKVCache:
         """The longest beginning of a new request that the cache holds in full blocks, but never all of it: a model has
         to see at least one token to say what comes next. Nothing changes; `allocate` takes it."""
         blocks: list[int] = []
-        keys: list[bytes] = []
         size = self.block_size
         while self.enable_prefix_caching and (len(blocks) + 1) * size < owner.num_tokens:
-            begin = len(blocks) * size
-            key = block_key(keys[-1] if keys else b"", owner.tokens(begin, begin + size))
-            block = self.allocator.find(key)
+            block = self.allocator.find(self._key(owner, len(blocks)))
             if block is None:
                 break
             blocks.append(block)
-            keys.append(key)
-        return Prefix(len(blocks) * size, tuple(blocks), tuple(keys))
+        return Prefix(len(blocks) * size, tuple(blocks), tuple(self._keys.get(owner, ())[: len(blocks)]))
 
     def fork(self, owner: Hashable, tokens: int) -> Prefix:
         """The first `tokens` tokens of a request that runs, its last and unfilled block included."""
@@ -167,16 +164,24 @@ class PagedKVCache:
         """Lets full blocks be found by other requests, once their `computed` tokens are in the cache."""
         if not self.enable_prefix_caching:
             return
-        table, size = self._tables[owner], self.block_size
-        for begin in range(len(table.keys) * size, computed - size + 1, size):
-            table.keys.append(block_key(table.keys[-1] if table.keys else b"", owner.tokens(begin, begin + size)))
-            self.allocator.register(table.blocks[begin // size], table.keys[-1])
+        table = self._tables[owner]
+        for index in range(len(table.keys), computed // self.block_size):
+            table.keys.append(self._key(owner, index))
+            self.allocator.register(table.blocks[index], table.keys[-1])
+
+    def _key(self, owner: TokenSource, index: int) -> bytes:
+        """The key of a full block of a request. Computed once: a request that waits is looked up in every step."""
+        keys, size = self._keys.setdefault(owner, []), self.block_size
+        for begin in range(len(keys) * size, (index + 1) * size, size):
+            keys.append(block_key(keys[-1] if keys else b"", owner.tokens(begin, begin + size)))
+        return keys[index]
 
     def free(self, owner: Hashable) -> None:
         """Gives a request's blocks back; without effect for one that has none.
 
         The last one first, since of a text its beginning is the most likely to be asked for again.
         """
+        self._keys.pop(owner, None)
         if owner in self._tables:
             for block in reversed(self._tables.pop(owner).blocks):
                 self.allocator.free(block)

@@ -45,10 +45,15 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, backend: AttentionB
     )
 
 
-def check_backend(backend: str) -> None:
-    """Raises `InvalidParameter` for a name that is none of `BACKENDS`."""
+def check_backend(backend: str, kv_cache: str = "paged") -> None:
+    """Raises `InvalidParameter` for a name that is none of `BACKENDS`, and for a kernel that is to read slots."""
     if backend not in BACKENDS:
         raise InvalidParameter(f"attention_backend={backend!r} is not possible: it must be {one_of(BACKENDS)}.")
+    if kv_cache == "slots" and backend not in ("auto", "gather"):
+        raise InvalidParameter(
+            f"attention_backend={backend!r} is not possible with kv_cache='slots': slots lie in one piece, and torch "
+            "attends to them. Leave it out, or take kv_cache='paged'."
+        )
 
 
 def describe_kernels(device: torch.device, dtype: torch.dtype) -> str:

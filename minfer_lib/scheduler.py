@@ -117,7 +117,7 @@ class Scheduler:
         self._lost: dict[Request, int] = {}  # of the preempted: tokens that the cache held of them
         self._count = 0  # of arrivals
         self._chunks = 0
-        self._closed = False  # to new requests: somebody was preempted, and nobody has ended since
+        self._closed = False  # to some: somebody was preempted, and nobody that ran has ended since
 
     def add(self, request: Request) -> None:
         """Puts a request into the queue, behind those of its priority."""
@@ -129,7 +129,7 @@ class Scheduler:
         """The chunks of the next step; requests are admitted as far as budget, places and cache reach."""
         plan: dict[Request, int] = {}  # tokens of each
         budget = self.max_num_batched_tokens
-        full = self._closed and bool(self.running)  # nobody joins; those that have room go on
+        full = False  # nobody joins; those that have room go on
         for request in sorted([*self.running, *self.waiting[: self.max_num_seqs]], key=self._urgency):
             if not budget:
                 break
@@ -140,12 +140,15 @@ class Scheduler:
                 full |= not fits or len(preempted) > 0
                 if not fits:  # it waits for one of those before it to end, and keeps what it has
                     continue
-            elif full or len(self.running) >= self.max_num_seqs or (prefix := self._prefix(request)) is None:
+            elif full or self._closed_to(request):
+                full = True  # who comes behind must not overtake
+                continue
+            elif len(self.running) >= self.max_num_seqs or (prefix := self._prefix(request)) is None:
                 continue
             else:
                 tokens = min(budget, request.num_tokens - prefix.tokens)
                 if not self._admit(request, tokens, prefix):
-                    full = True  # who comes behind must not overtake
+                    full = True
                     continue
             self._chunks += 1
             self._served[request] = self._chunks
@@ -168,7 +171,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Back to the queue, where it stood; its tokens stay, what the cache held of them is computed again.
 
-        Nobody joins until a request has ended: who joined at once would be the next to be preempted.
+        Neither it nor anybody behind it joins until a request has ended: who joined at once would be the next to go.
         """
         self.cache.free(request)
         self.running.remove(request)
@@ -179,6 +182,14 @@ class Scheduler:
         request.num_computed = 0
         bisect.insort(self.waiting, request, key=self._order)
         self._closed = True
+
+    def _closed_to(self, request: Request) -> bool:
+        """Whether a request has to wait because it, or somebody before it, was preempted and nobody has ended since."""
+        return (
+            self._closed
+            and bool(self.running)
+            and any(self._order(lost) <= self._order(request) for lost in self._lost)
+        )
 
     def _prefix(self, request: Request) -> Prefix | None:
         """What a new request need not compute; None if it had better wait for a sibling that is computing it."""

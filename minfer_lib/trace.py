@@ -100,9 +100,12 @@ class StepTrace:
         gained: Collection[Request],
         scheduler: Scheduler,
         cache: SlotKVCache | PagedKVCache,
-        with_blocks: bool = False,
+        in_full: bool = True,
     ) -> StepTrace:
-        """Taken after the forward pass, before anything is appended. gained: the requests that get a new token."""
+        """Taken after the forward pass, before anything is appended. gained: the requests that get a new token.
+
+        in_full: with the queue and the blocks, which takes a while where there are many.
+        """
         return cls(
             tuple(
                 TracedChunk(
@@ -114,11 +117,11 @@ class StepTrace:
                 )
                 for chunk in chunks
             ),
-            tuple((request.request_id, request.index) for request in scheduler.waiting),
+            tuple((request.request_id, request.index) for request in scheduler.waiting) if in_full else (),
             cache.tokens_used,
             cache.num_blocks * cache.block_size,
             cache.blocks_used * cache.block_size,
-            BlockMap.of(scheduler, cache) if with_blocks and hasattr(cache, "tables") else None,
+            BlockMap.of(scheduler, cache) if in_full and hasattr(cache, "tables") else None,
         )  # fmt: skip
 
     def timed(self, began: float, scheduled: float, built: float, computed: float, ended: float) -> StepTrace:

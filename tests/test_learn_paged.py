@@ -294,7 +294,7 @@ def areas(figure):
 
 def test_blocks_are_filled_as_far_as_they_hold_tokens():
     figure = plots.block_map(block({"3": ([0, 2], 6), "4": ([1], 4)}, cached=[3]))
-    assert head(figure) == "3 of 4 blocks used, 2 of 12 rows unfilled; 0 shared, 1 cached, 0 free"
+    assert head(figure) == "3 of 4 blocks used, 2 of 12 rows unfilled; 0 shared, 1 cached, 0 empty"
     size = areas(figure)
     assert size[REQUEST_COLOURS[3]] / size[REQUEST_COLOURS[4]] == pytest.approx(6 / 4)
     assert {t.get_text() for t in figure.axes[0].texts} == {"0", "3", "4"}
@@ -303,7 +303,7 @@ def test_blocks_are_filled_as_far_as_they_hold_tokens():
 def test_a_shared_block_has_the_colours_of_all_who_hold_it():
     tables = {"0": ([0, 1], 7), "1": ([0, 1], 7), "2": ([0, 3], 5)}
     figure = plots.block_map(block(tables, num_blocks=5))
-    assert head(figure) == "3 of 5 blocks used, 4 of 12 rows unfilled; 2 shared, 0 cached, 2 free"
+    assert head(figure) == "3 of 5 blocks used, 4 of 12 rows unfilled; 2 shared, 0 cached, 2 empty"
     texts = [t.get_text() for t in figure.axes[0].texts]
     assert texts.count("×3") == texts.count("×2") == 1 and texts.count("2") == 1
     size = areas(figure)

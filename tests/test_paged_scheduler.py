@@ -75,6 +75,7 @@ class Loop:
         self.ended: list[Request] = []
         self.ended_running = 0
         self.closed = False  # somebody was preempted, and nobody has ended since
+        self.newcomers = 0  # who joined all the same: more urgent, or not behind anybody who was preempted
         self.lost: dict[Request, int] = {}  # what those who were preempted had computed
         self.asked = self.found = self.recomputed = 0
         self.clock = 0
@@ -174,9 +175,12 @@ class Loop:
             assert all(self.order(other) < self.order(each) for other in running)
             assert each.metrics.preemptions == before[each][0] + 1
             self.lost[each] = before[each][1] if each in were_running else 0
-        assert not (self.closed and admitted), "admitted between a preemption and an end"
+        if self.closed and were_running & set(running):  # nobody at or behind one who was preempted, before an end
+            behind = min((self.order(each) for each in self.lost if each in self.alive), default=None)
+            assert behind is None or all(self.order(each) < behind for each in admitted)
+            self.newcomers += len(admitted)
         self.closed |= bool(preempted)
-        assert self.scheduler.sharing.preemptions <= (self.ended_running + 1) * self.seqs
+        assert self.scheduler.sharing.preemptions <= (self.ended_running + 1) * self.seqs + self.newcomers
         for each in admitted:
             for other in self.scheduler.waiting:  # whom it overtook waits for a sibling
                 assert self.order(other) > self.order(each) or any(s in running for s in other.siblings)
@@ -576,3 +580,41 @@ def test_many_in_a_pool_that_is_too_small(seed: int):
     loop.run()
     for each in loop.ended[:6]:
         assert each.token_ids == alone(each)[: len(each.token_ids)]
+
+
+# -- by hand: who may join after a preemption -------------------------------------------------------------------------
+
+
+def preempting() -> tuple[Loop, Request]:
+    """x decodes on and on; y, behind it with a long prompt, has just given way: nearly all of the pool is empty."""
+    loop = Loop(blocks=10, size=2, budget=32, caching=False)
+    x, y = one("x", 2, 14), one("y", 15, 5)
+    loop.add([x, y])
+    while not y.metrics.preemptions:
+        loop.step()
+    return loop, y
+
+
+def test_nobody_passes_one_who_was_preempted():
+    loop, _ = preempting()
+    loop.add([one("z", 2, 1)])
+    loop.step()
+    assert loop.names(loop.scheduler.running) == ["x"]
+    loop.run()
+
+
+def test_when_the_preempted_one_is_gone_others_join_at_once():
+    loop, y = preempting()
+    y.finish("abort", 0.0)
+    loop.add([one("z", 2, 1)])
+    loop.step()
+    assert loop.names(loop.scheduler.running) == ["x", "z"]
+    loop.run()
+
+
+def test_who_is_more_urgent_than_the_preempted_one_joins_at_once():
+    loop, _ = preempting()
+    loop.add([one("urgent", 2, 1, priority=-1)])
+    loop.step()
+    assert set(loop.names(loop.scheduler.running)) == {"x", "urgent"}
+    loop.run()

@@ -108,7 +108,7 @@ def _digest(path: Path) -> str:
 
 
 def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
+    subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
 
 
 def _load(path: Path) -> ctypes.CDLL:

@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from ..errors import InvalidParameter, MinferError, one_of
+from ..errors import InvalidParameter, one_of
 from . import compiled
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -202,10 +202,10 @@ def _complaint(
     )
 
 
-def _failure(code: int, tables: torch.Tensor, lengths: torch.Tensor, blocks: int, block_size: int) -> MinferError:
+def _failure(code: int, tables: torch.Tensor, lengths: torch.Tensor, blocks: int, block_size: int) -> Exception:
     """The error that stands for what paged_decode returned."""
     if code == 1:
-        return MinferError("No memory is left for the parts of long contexts. Run fewer requests at a time.")
+        return MemoryError("none is left for the parts of long contexts; run fewer requests at a time")
     if code == 2:
         return InvalidParameter(
             f"kv_lens from {lengths.min()} to {lengths.max()} are not possible: with {tables.shape[1]} blocks of "

@@ -98,7 +98,7 @@ def draw_step(steps: Sequence[StepTrace], number: int, width: float) -> Picture:
     title += f", {preempted} preempted so far" if preempted else ""
     share = here.unfilled_rows / max(1, here.held_rows)
     note = f"{here.unfilled_rows} of {here.held_rows} rows unfilled ({share:.0%}); {here.shared} shared, "
-    note += f"{len(here.cached)} cached, {here.free} free"
+    note += f"{len(here.cached)} cached, {here.free} empty"
     return draw_blocks(step.blocks, title=title, note=note, width=width, colours=_colours(steps), lines=2)
 
 

@@ -141,7 +141,7 @@ def _step(scheduler: Scheduler, cache: PagedKVCache | SlotKVCache, room: int) ->
     """One step: as `engine_core.EngineCore._step`, with a counted token in place of a sampled one."""
     chunks = scheduler.schedule()
     gained = {chunk.request for chunk in chunks if chunk.samples}
-    trace = StepTrace.of(chunks, gained, scheduler, cache, with_blocks=True)
+    trace = StepTrace.of(chunks, gained, scheduler, cache, in_full=True)
     for request in gained:
         token = -1 - APART * (int(request.request_id) + 1) - 1000 * request.index - len(request.token_ids)
         request.append(token, None, 0.0)

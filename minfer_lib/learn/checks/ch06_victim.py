@@ -36,6 +36,10 @@ def _by(order: Function) -> tuple[Function, Function]:
             lambda running, needed_by: _last(running, needed_by, order, none=False))  # fmt: skip
 
 
+def _name(request: Running | None) -> str | None:
+    return None if request is None else request["name"]
+
+
 def _others_only(running: Sequence[Running], needed_by: Running) -> Running | None:
     return max((request for request in running if request != needed_by), key=_order, default=None)
 
@@ -115,6 +119,7 @@ def _draw_choose_victim(choose_victim: Function) -> Any:
 
 
 A, B, C = _request("a", 0, 0, 9, 5), _request("b", 0, 1, 2, 30), _request("c", 0, 2, 5, 11)
+BIG = _request("big", 0, 1, 12, 8)
 LOW = _request("low", 2, 0, 4, 2)
 D, E = _request("d", 3, 4, 3, 20), _request("e", 3, 5, 1, 3)
 
@@ -130,8 +135,23 @@ CHOOSE_VICTIM = _Victim(
         Case(([A, D, E, C], C), E, "two of the same priority"),
         Case(([D, A], D), None, "two requests"),
         Case(([B], B), None, "it is alone"),
+        Case(([A, BIG, C], A), C, "the one in the middle has most blocks"),
     ),
     mistakes=(
+        Mistake(
+            "upside down",
+            "The order is upside down: you take the first of all, who must never give way, or nobody might ever get to "
+            "an end.",
+            _by(lambda r: (-r["priority"], -r["arrival"])),
+        ),
+        Mistake(
+            "the name",
+            "You return the request's name. Return its dict.",
+            (
+                lambda running, needed_by: max(running, key=_order)["name"],
+                lambda running, needed_by: _name(_last(running, needed_by)),
+            ),
+        ),
         Mistake(
             "the largest",
             "You take the one with the most blocks. That frees the most room, but its loss costs the most to compute "
@@ -189,6 +209,6 @@ CHOOSE_VICTIM = _Victim(
         ),
     ),
     hint="max(running, key=lambda r: (r['priority'], r['arrival'])), and None if that is needed_by.",
-    solved="The first of all never gives way, so that in every step somebody gets on.",
+    solved="The first of all never gives way, so that somebody makes progress in every step.",
     draw=_draw_choose_victim,
 )

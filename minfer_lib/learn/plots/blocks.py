@@ -86,7 +86,7 @@ class Contents:
     @property
     def caption(self) -> str:
         used = f"{len(self.holders)} of {self.num_blocks} blocks used"
-        rest = f"{self.shared} shared, {len(self.cached)} cached, {self.free} free"
+        rest = f"{self.shared} shared, {len(self.cached)} cached, {self.free} empty"
         waste = f"{self.unfilled_rows} of {self.held_rows} rows unfilled"
         return fitting(f"{used}, {waste}; {rest}", f"{used}; {rest}") if self.holders else f"{used}; {rest}"
 
