@@ -351,7 +351,7 @@ def test_the_ladder_has_every_rung(lm, capsys):
 
 def test_the_ladders_own_workload_is_that_of_the_comparison(lm):
     found = ladder(lm, ["naive", "hf-batch", "slots", "paged"], repeats=1, show=False, short_warm_up=True)
-    work = mixed_lengths(lm, n=10, prompt=(16, 48), output=(4, 28))
+    work = mixed_lengths(lm, n=8, prompt=(16, 48), output=(4, 20))
     assert found.workload["prompt_lens"] == work.prompt_lens and found.workload["output_lens"] == work.output_lens
     per_token = kv_token_bytes(lm)
     assert found.row("slots").kv_reserved == 4 * lm.max_model_len * per_token  # four run at once
