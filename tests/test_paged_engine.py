@@ -3,6 +3,8 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -679,3 +681,53 @@ def test_a_map_of_blocks_is_for_those_who_ask(tiny: LanguageModel):
     slots = LLMEngine(tiny, max_model_len=LONGEST, trace=True)
     slots.generate("ab", free(2))
     assert [step.blocks for step in slots.steps] == [None, None]
+
+
+# -- weights, options, and failures between the engine and its kernels ------------------------------------------------
+
+
+def test_cached_prefixes_do_not_outlive_the_weights_they_came_from(folder: Path):
+    lm = load_model(folder, device="cpu")
+    engine, prompt = paged(lm, block_size=2), list(range(5, 25))
+    engine.generate(prompt, free(4))
+    engine.generate(prompt, free(4))
+    assert engine.stats()["hit_tokens"] > 0
+    with torch.no_grad():
+        for weight in lm.model.model.layers[0].self_attn.parameters():
+            weight.mul_(-1.5)
+    before = engine.stats()["hit_tokens"]
+    changed = engine.generate(prompt, free(8))
+    assert engine.stats()["hit_tokens"] == before
+    assert tokens(changed) == tokens(CachedEngine(lm).generate(prompt, free(8)))
+
+
+@pytest.mark.parametrize("error", [InvalidParameter("refused"), RuntimeError("broken")])
+def test_a_kernel_that_fails_loses_nothing(family: Family, error: Exception):
+    lm, calls = family("llama"), itertools.count(1)
+    engine = paged(lm, attention_backend="gather")
+    inner = engine.runner.forward
+
+    def forward(inputs: Any) -> torch.Tensor:
+        if next(calls) == 5:
+            raise error
+        return inner(inputs)
+
+    engine.runner.forward = forward
+    with pytest.raises(GenerationFailed) as caught:
+        engine.generate([[5, 6, 7], [8, 9]], free(20))
+    assert [len(out.token_ids) for out in caught.value.outputs] == [4, 4] and caught.value.__cause__ is error
+    assert engine.stats()["blocks_used"] == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(enable_prefix_caching="no"),
+        dict(enable_prefix_caching=1),
+        dict(kv_cache="slots", attention_backend="triton"),
+        dict(kv_cache="slots", attention_backend="compiled"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(tiny: LanguageModel, options: dict[str, Any]):
+    with pytest.raises(InvalidParameter, match="is not possible"):
+        LLMEngine(tiny, **({"kv_cache": "paged"} | options))
