@@ -71,7 +71,8 @@ class EngineCore:
         self.max_num_seqs = check_count("max_num_seqs", max_num_seqs)
         self.max_num_batched_tokens = check_count("max_num_batched_tokens", max_num_batched_tokens)
         self.lm, self.kv_cache, self.clock, self.trace = lm, kv_cache, clock, trace
-        self.name = kv_cache
+        if type(self).name == EngineCore.name:  # unless a class that builds on this one has a name of its own
+            self.name = kv_cache
         self.num_blocks, self.block_size, self.attention_backend = num_blocks, block_size, attention_backend
         self.enable_prefix_caching = enable_prefix_caching
         self.cache = make_cache(

@@ -207,7 +207,8 @@ def _row(each: Measured, all_measured: Sequence[Measured], workload: Workload) -
     lm = each.engine.lm
     metrics = median(each.runs)
     floor = floor_ms(lm, metrics.concurrency, metrics.kv_tokens) if metrics.tpot_ms else None
-    kv = max(each.kv, key=lambda run: (run.used or 0, run.held or 0))  # the fullest moment of all runs
+    runs = each.kv or [kv_memory(each.engine, metrics)]
+    kv = max(runs, key=lambda run: (run.used or 0, run.held or 0))  # the fullest moment of all runs
     others = sum(held_between_runs(other.engine) for other in all_measured if other is not each)
     models = {id(other.engine.lm.model): other.engine.lm.model for other in all_measured}
     others += sum(measured_weight_bytes(model) for model in models.values() if model is not lm.model)
