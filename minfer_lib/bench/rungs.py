@@ -134,7 +134,7 @@ def ladder(
     """Measure the baselines and every engine of the package so far on one workload, and draw the table.
 
     lm: None loads the default model. engines: names or labels of the registry; None takes all rows of the ladder.
-    workload: None is that of the last chapter's comparison, eight requests of unequal lengths of which four run at once.
+    workload: None is that of the last chapter's comparison: eight requests of unequal lengths, four of them at once.
     max_running: requests that those engines run at once which can run several; None, with a workload of your own, takes
     their defaults. max_model_len: the limit that all are made with, and that slots are as long as; None takes their
     default, or what the longest request needs. The rest is as in `compare`.
