@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import psutil
 import pytest
 import torch
+from breaking import break_forward
 from families import PROMPTS, hf_generate, saying
 
 from minfer_lib import (
@@ -520,22 +521,6 @@ def acting(act: Callable[[], object], after: int) -> Callable[[list[int], torch.
         return logits
 
     return processor
-
-
-def break_forward(engine: LLMEngine, at: int, error: BaseException, after_it: bool = False) -> None:
-    """The model raises in the engine's `at`-th step from now, before or after the keys were written."""
-    forward, count = engine.runner.forward, itertools.count(1)
-
-    def broken(inputs: object) -> torch.Tensor:
-        now = next(count) == at
-        if now and not after_it:
-            raise error
-        logits = forward(inputs)
-        if now:
-            raise error
-        return logits
-
-    engine.runner.forward = broken
 
 
 def test_a_processor_that_raises_ends_its_own_request_alone(family: Family):

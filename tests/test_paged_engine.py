@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from breaking import break_forward
 from families import PROMPTS, hf_generate, saying
 
 from minfer_lib import CachedEngine, LanguageModel, LLMEngine, RequestOutput, SamplingParams, cache_size, load_model
@@ -383,21 +384,6 @@ def failing(error: BaseException, after: int, once: bool = False) -> SamplingPar
         return logits
 
     return free(12, logits_processors=[processor])
-
-
-def break_forward(engine: LLMEngine, at: int, error: BaseException, after_it: bool) -> None:
-    forward, count = engine.runner.forward, itertools.count(1)
-
-    def broken(inputs: object) -> torch.Tensor:
-        now = next(count) == at
-        if now and not after_it:
-            raise error
-        logits = forward(inputs)
-        if now:
-            raise error
-        return logits
-
-    engine.runner.forward = broken
 
 
 TIGHT = dict(block_size=2, num_blocks=26, max_num_batched_tokens=30)
