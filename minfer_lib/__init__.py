@@ -18,35 +18,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .blocks import BlockAllocator
-    from .cached import CachedEngine
-    from .engine import LLMEngine
+    from .cache.blocks import BlockAllocator
+    from .cache.paged import BlockTable, PagedKVCache
+    from .engine.llm_engine import LLMEngine
+    from .engine.serial import CachedEngine, NaiveEngine
     from .errors import MinferError
-    from .int8 import describe_int8, quantize_int8
-    from .int8_files import save_int8
-    from .loading import LanguageModel, load_model
-    from .naive import NaiveEngine
-    from .paged import BlockTable, PagedKVCache
-    from .params import SamplingParams
-    from .request import RequestMetrics, RequestOutput, StreamPiece
+    from .generation.params import SamplingParams
+    from .generation.request import RequestMetrics, RequestOutput, StreamPiece
+    from .models.load import LanguageModel, load_model
+    from .quant.files import save_int8
+    from .quant.quantize import describe_int8, quantize_int8
 
 _HOME = {
-    "BlockAllocator": "blocks",
-    "BlockTable": "paged",
-    "CachedEngine": "cached",
-    "LLMEngine": "engine",
-    "LanguageModel": "loading",
+    "BlockAllocator": "cache.blocks",
+    "BlockTable": "cache.paged",
+    "CachedEngine": "engine.serial",
+    "LLMEngine": "engine.llm_engine",
+    "LanguageModel": "models.load",
     "MinferError": "errors",
-    "NaiveEngine": "naive",
-    "PagedKVCache": "paged",
-    "RequestMetrics": "request",
-    "RequestOutput": "request",
-    "SamplingParams": "params",
-    "StreamPiece": "request",
-    "describe_int8": "int8",
-    "load_model": "loading",
-    "quantize_int8": "int8",
-    "save_int8": "int8_files",
+    "NaiveEngine": "engine.serial",
+    "PagedKVCache": "cache.paged",
+    "RequestMetrics": "generation.request",
+    "RequestOutput": "generation.request",
+    "SamplingParams": "generation.params",
+    "StreamPiece": "generation.request",
+    "describe_int8": "quant.quantize",
+    "load_model": "models.load",
+    "quantize_int8": "quant.quantize",
+    "save_int8": "quant.files",
 }
 
 __all__ = [
@@ -72,7 +71,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
-    from .environment import check_versions
+    from .models.environment import check_versions
 
     check_versions()  # before anything imports torch or transformers
     value = getattr(import_module(f".{_HOME[name]}", __name__), name)

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from .bench.cli import add_commands, add_model_options
 from .bench.rungs import make_engine, names, newest
-from .conversation import fitting, prompt_of, system_message
-from .environment import check_versions
 from .errors import BadEnvironment, GenerationFailed, InvalidParameter, InvalidPrompt, MinferError
-from .model_names import asked_for, folder_of
+from .generation.conversation import fitting, prompt_of, system_message
+from .models.environment import check_versions
+from .models.names import asked_for, folder_of
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used, so that --help is quick
-    from .loading import LanguageModel
-    from .params import SamplingParams
-    from .request import RequestOutput
+    from .generation.params import SamplingParams
+    from .generation.request import RequestOutput
+    from .models.load import LanguageModel
 
 CHAT_HELP = "/exit or Ctrl-D ends, /reset forgets the conversation, Ctrl-C stops an answer."
 ENDED_BADLY = {"abort": 130, "error": 1}  # exit codes
@@ -119,7 +119,7 @@ def add_answer_options(made: argparse.ArgumentParser) -> None:
 
 def sampling(args: argparse.Namespace) -> SamplingParams:
     """The options as `SamplingParams`, which checks them."""
-    from .params import SamplingParams
+    from .generation.params import SamplingParams
 
     fields = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
     return SamplingParams(**{name: getattr(args, name) for name in fields})
@@ -127,7 +127,7 @@ def sampling(args: argparse.Namespace) -> SamplingParams:
 
 def load(args: argparse.Namespace) -> tuple[LanguageModel, Any]:
     """The model and the engine that were asked for."""
-    from .loading import load_model
+    from .models.load import load_model
 
     lm = load_model(args.model, device=args.device, dtype=args.dtype)
     return lm, make_engine(args.engine, lm, in_place=True)  # nobody needs the model as it was

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minfer_lib import LanguageModel
-from minfer_lib.attention import NAME, PackedBatch, attention_configs, implementation, packed_attention
+from minfer_lib.attention.batch import MOST_IDLE, Context
+from minfer_lib.attention.interface import NAME, PackedBatch, attention_configs, implementation, packed_attention
+from minfer_lib.cache.pool import KVPool, LayerShape
 from minfer_lib.errors import UnsupportedModel
-from minfer_lib.kv_cache import KVPool, LayerShape
-from minfer_lib.packed_batch import MOST_IDLE, Context
 
 LAYER = 3  # any index will do
 GARBAGE = 50.0  # in every row that belongs to nobody: finite, and far too large to go unnoticed

@@ -9,8 +9,8 @@ import pytest
 
 from minfer_lib.bench import all_at_once, fixed_lengths, mixed_lengths, poisson_arrivals, read_trace, write_trace
 from minfer_lib.errors import InvalidParameter
-from minfer_lib.loading import load_model
-from minfer_lib.params import SamplingParams
+from minfer_lib.generation.params import SamplingParams
+from minfer_lib.models.load import load_model
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from minfer_lib.bench import HFSerial, HFStaticBatch
 from minfer_lib.bench.baselines import padded_left
 from minfer_lib.bench.roofline import kv_token_bytes
 from minfer_lib.errors import InvalidParameter, InvalidPrompt, PromptTooLong
-from minfer_lib.loading import LanguageModel, load_model
-from minfer_lib.params import SamplingParams
+from minfer_lib.generation.params import SamplingParams
+from minfer_lib.models.load import LanguageModel, load_model
 
 SIZES = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -38,7 +38,7 @@ from minfer_lib.bench.roofline import floor_ms, kv_token_bytes
 from minfer_lib.bench.settings import FAST_LABEL
 from minfer_lib.bench.verify import judge_lengths, judge_tokens
 from minfer_lib.errors import InvalidParameter, MinferError, UnsupportedModel
-from minfer_lib.loading import LanguageModel, load_model
+from minfer_lib.models.load import LanguageModel, load_model
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -11,8 +11,8 @@ from minfer_lib.bench import HFContinuousBatch, HFSerial, compare, make_engine, 
 from minfer_lib.bench.probe_memory import recipe
 from minfer_lib.bench.roofline import kv_token_bytes
 from minfer_lib.errors import BadEnvironment, GenerationFailed, InvalidParameter, PromptTooLong, UnsupportedModel
-from minfer_lib.loading import LanguageModel, load_model
-from minfer_lib.params import SamplingParams
+from minfer_lib.generation.params import SamplingParams
+from minfer_lib.models.load import LanguageModel, load_model
 
 PROMPTS = [[5], [7, 8, 9, 10, 11, 12, 13, 14, 15], [20, 3, 21], [40, 41, 42, 43, 44]]
 LENGTHS = (6, 3, 9, 1)

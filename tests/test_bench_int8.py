@@ -35,9 +35,9 @@ from minfer_lib.bench.measurements import Measurements
 from minfer_lib.bench.metrics import measure
 from minfer_lib.bench.roofline import kv_token_bytes
 from minfer_lib.errors import InvalidParameter, UnsupportedModel
-from minfer_lib.int8_kernels import usable
-from minfer_lib.int8_linear import Int8Linear
-from minfer_lib.memory import measured_weight_bytes
+from minfer_lib.models.memory import measured_weight_bytes
+from minfer_lib.quant.linear import Int8Linear
+from minfer_lib.quant.products import usable
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 EVERYTHING = {"skip": (), "embedding": True}

@@ -13,8 +13,8 @@ from torch import nn
 
 from minfer_lib.bench import machine, metrics, roofline
 from minfer_lib.errors import InvalidParameter
-from minfer_lib.loading import load_model
-from minfer_lib.request import RequestMetrics, RequestOutput
+from minfer_lib.generation.request import RequestMetrics, RequestOutput
+from minfer_lib.models.load import load_model
 
 
 def answer(prompt: int, tokens: int, first: float, last: float, finished: float | None = None, arrival: float = 0.0):

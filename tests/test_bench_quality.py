@@ -12,8 +12,8 @@ from torch import nn
 from minfer_lib.bench import english_text, perplexity, quality, quality_scores, quality_table
 from minfer_lib.bench.settings import FAST_LABEL
 from minfer_lib.errors import InvalidParameter, InvalidPrompt, UnsupportedModel
-from minfer_lib.loading import LanguageModel, load_model
-from minfer_lib.memory import PeakMemory
+from minfer_lib.models.load import LanguageModel, load_model
+from minfer_lib.models.memory import PeakMemory
 
 
 @pytest.fixture(autouse=True)

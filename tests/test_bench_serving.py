@@ -33,9 +33,9 @@ from minfer_lib.bench.roofline import kv_token_bytes
 from minfer_lib.bench.settings import FAST_LABEL
 from minfer_lib.bench.workloads import Workload
 from minfer_lib.errors import InvalidParameter
-from minfer_lib.loading import load_model
-from minfer_lib.params import SamplingParams
-from minfer_lib.request import RequestMetrics, RequestOutput
+from minfer_lib.generation.params import SamplingParams
+from minfer_lib.generation.request import RequestMetrics, RequestOutput
+from minfer_lib.models.load import load_model
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,8 +9,8 @@ from minfer_lib.bench import english_text, fixed_lengths, mixed_lengths, nano_vl
 from minfer_lib.bench.settings import fast_mode, shorten
 from minfer_lib.bench.workloads import BOOK, END_OF_HEADER, TEXTS, Workload
 from minfer_lib.errors import InvalidParameter
-from minfer_lib.loading import LanguageModel, load_model
-from minfer_lib.params import SamplingParams
+from minfer_lib.generation.params import SamplingParams
+from minfer_lib.models.load import LanguageModel, load_model
 
 
 @pytest.fixture(scope="module")

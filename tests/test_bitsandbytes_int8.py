@@ -17,10 +17,10 @@ pytest.importorskip("bitsandbytes")
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from minfer_lib import CachedEngine, LanguageModel, LLMEngine, NaiveEngine, SamplingParams, load_model
-from minfer_lib import bitsandbytes_int8 as module
-from minfer_lib.bitsandbytes_int8 import bitsandbytes_int8
 from minfer_lib.errors import BadEnvironment, InvalidParameter, UnsupportedModel
-from minfer_lib.memory import PeakMemory, measured_weight_bytes
+from minfer_lib.models.memory import PeakMemory, measured_weight_bytes
+from minfer_lib.quant import bitsandbytes as module
+from minfer_lib.quant.bitsandbytes import bitsandbytes_int8
 
 IDS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17]]
 
@@ -56,7 +56,7 @@ def test_logits_equal_those_of_the_model_that_transformers_loads(family, tmp_pat
 
 
 def test_smollm2_is_what_transformers_loads(smollm2):
-    from minfer_lib.packaged import packaged_model
+    from minfer_lib.models.packaged import packaged_model
 
     ids = [smollm2.encode("The capital of France is Paris, and the capital of Spain is")]
     for dtype in ("float32", "bfloat16"):
@@ -218,7 +218,7 @@ def test_it_says_nothing_and_leaves_other_loggers_alone(tmp_path):
         "import logging; logging.basicConfig(level=logging.DEBUG)\n"
         "import torch\n"
         "from minfer_lib import load_model\n"
-        "from minfer_lib.bitsandbytes_int8 import bitsandbytes_int8\n"
+        "from minfer_lib.quant.bitsandbytes import bitsandbytes_int8\n"
         "lm = bitsandbytes_int8(load_model('tiny-random', device='cpu'))\n"
         "lm.model(torch.tensor([[5, 6, 7]]))\n"
         "levels = {n: l.level for n, l in logging.root.manager.loggerDict.items() if isinstance(l, logging.Logger)}\n"

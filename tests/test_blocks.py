@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from minfer_lib.blocks import BlockAllocator
+from minfer_lib.cache.blocks import BlockAllocator
 from minfer_lib.errors import InvalidParameter, InvariantBroken, NoFreeBlock
 
 KEYS = [bytes([i]) for i in range(6)]

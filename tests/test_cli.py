@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from minfer_lib import __main__ as cli
-from minfer_lib import int8_kernels, packaged, quantize_int8
+from minfer_lib import quantize_int8
 from minfer_lib.bench import provenance
 from minfer_lib.bench.cli import home_as_tilde
 from minfer_lib.bench.measurements import Measurements
 from minfer_lib.bench.rungs import RUNGS, make_engine, newest
-from minfer_lib.conversation import fitting
 from minfer_lib.errors import GenerationFailed, MinferError, PromptTooLong
-from minfer_lib.loading import LanguageModel, load_model
-from minfer_lib.params import SamplingParams
-from minfer_lib.request import RequestMetrics
+from minfer_lib.generation.conversation import fitting
+from minfer_lib.generation.params import SamplingParams
+from minfer_lib.generation.request import RequestMetrics
+from minfer_lib.models import packaged
+from minfer_lib.models.load import LanguageModel, load_model
+from minfer_lib.quant import products as int8_kernels
 
 TINY = ("--model", "tiny-random", "--device", "cpu")
 
@@ -153,7 +155,9 @@ def test_the_prompt_may_come_from_standard_input(lm, run, monkeypatch, tmp_path)
 
 
 def test_a_model_without_tokenizer_takes_and_gives_ids(lm, run, monkeypatch):
-    monkeypatch.setattr("minfer_lib.loading.load_model", lambda *a, **k: LanguageModel.of(lm.model, None, "ids only"))
+    monkeypatch.setattr(
+        "minfer_lib.models.load.load_model", lambda *a, **k: LanguageModel.of(lm.model, None, "ids only")
+    )
     code, out, _ = run("generate", "72, 101 108", "--max-tokens", "4")
     ids = make_engine("cached", lm).generate([72, 101, 108], SamplingParams(max_tokens=4))[0].token_ids
     assert code == 0 and out.split() == [str(i) for i in ids]
@@ -230,7 +234,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_measuring(run, tmp_path
     def measured(*args, **options):
         raise AssertionError("measured in vain")
 
-    monkeypatch.setattr("minfer_lib.loading.load_model", measured)
+    monkeypatch.setattr("minfer_lib.models.load.load_model", measured)
     (tmp_path / "a file").write_text("")
     (tmp_path / "folder.svg").mkdir()
     (tmp_path / "locked").mkdir()
@@ -323,7 +327,7 @@ def test_ctrl_c_while_loading_ends_quietly(run, monkeypatch):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("minfer_lib.loading.load_model", interrupted)
+    monkeypatch.setattr("minfer_lib.models.load.load_model", interrupted)
     assert run("generate", "Hello") == (130, "", "\n")
 
 
@@ -410,7 +414,7 @@ def test_chat_needs_a_template(lm, run, typed, monkeypatch):
     monkeypatch.setattr(type(lm.tokenizer), "chat_template", None, raising=False)
     bare = load_model("tiny-random", device="cpu")
     bare.tokenizer.chat_template = None
-    monkeypatch.setattr("minfer_lib.loading.load_model", lambda *a, **k: bare)
+    monkeypatch.setattr("minfer_lib.models.load.load_model", lambda *a, **k: bare)
     code, _, err = run("chat")
     assert code == 2 and "no chat template" in err
 
@@ -486,7 +490,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_loading(run, tmp_path
     def loaded(*args, **options):
         raise AssertionError("loaded in vain")
 
-    monkeypatch.setattr("minfer_lib.loading.load_model", loaded)
+    monkeypatch.setattr("minfer_lib.models.load.load_model", loaded)
     (tmp_path / "a file").write_text("")
     (tmp_path / "locked").mkdir()
     (tmp_path / "full").mkdir()
@@ -542,7 +546,7 @@ def test_quality_needs_a_text_and_a_model_as_it_was(lm, run, monkeypatch):
 
     for load, complaint in ((load_ids_only, "has no tokenizer"), (load_int8, "is quantised already")):
         with monkeypatch.context() as patch:
-            patch.setattr("minfer_lib.loading.load_model", load)
+            patch.setattr("minfer_lib.models.load.load_model", load)
             code, out, err = run("bench", "quality", "--tokens", "32", "--window", "16")
         assert code == 2 and out == "" and complaint in err and err.count("\n") == 1
 

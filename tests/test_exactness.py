@@ -12,8 +12,8 @@ import torch
 from families import NEW_TOKENS, PROMPTS, WINDOW, hf_generate
 
 from minfer_lib import CachedEngine, LanguageModel, LLMEngine, NaiveEngine, SamplingParams, load_model
+from minfer_lib.engine.serial import SerialEngine
 from minfer_lib.errors import UnsupportedModel
-from minfer_lib.naive import SerialEngine
 
 ENGINES: dict[str, Callable[..., SerialEngine | LLMEngine]] = {
     "naive": NaiveEngine,

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minfer_lib.absmax import (
+from minfer_lib.errors import InvalidParameter
+from minfer_lib.quant.absmax import (
     PAIR_LIMIT,
     Quantized,
     absmax_quantize,
@@ -17,7 +18,6 @@ from minfer_lib.absmax import (
     smoothing_factors,
     zero_point_quantize,
 )
-from minfer_lib.errors import InvalidParameter
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 QUANTIZERS = {

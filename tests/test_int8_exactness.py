@@ -9,7 +9,7 @@ import torch
 from families import NEW_TOKENS, PROMPTS, hf_generate
 
 from minfer_lib import CachedEngine, LanguageModel, LLMEngine, NaiveEngine, SamplingParams, load_model, quantize_int8
-from minfer_lib.int8_kernels import usable
+from minfer_lib.quant.products import usable
 
 ENGINES: dict[str, Callable] = {
     "naive": NaiveEngine,

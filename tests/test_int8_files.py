@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from minfer_lib import CachedEngine, LanguageModel, SamplingParams, describe_int8, load_model, quantize_int8, save_int8
 from minfer_lib.errors import InvalidParameter, MinferError, ModelNotFound
-from minfer_lib.int8_files import FORMAT, MANIFEST, WEIGHTS, load_int8
-from minfer_lib.int8_kernels import usable
-from minfer_lib.int8_linear import Int8Embedding, Int8Linear
-from minfer_lib.memory import measured_weight_bytes
+from minfer_lib.models.memory import measured_weight_bytes
+from minfer_lib.quant.files import FORMAT, MANIFEST, WEIGHTS, load_int8
+from minfer_lib.quant.linear import Int8Embedding, Int8Linear
+from minfer_lib.quant.products import usable
 
 Family = Callable[[str], LanguageModel]
 IDS = torch.tensor([families.PROMPTS[0]])
@@ -314,7 +314,7 @@ def test_another_format(damaged: Path, number: object):
 
 def test_a_kernel_that_this_machine_lacks_is_replaced(damaged: Path, monkeypatch: pytest.MonkeyPatch):
     edit(lambda m: [layer.update(kernel="fbgemm") for layer in m["linear"].values()])(damaged)
-    monkeypatch.setattr("minfer_lib.int8_files.usable", lambda name: "not here")
+    monkeypatch.setattr("minfer_lib.quant.files.usable", lambda name: "not here")
     assert logits(load_model(damaged, device="cpu")).isfinite().all()
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from minfer_lib.absmax import absmax_quantize, pair_safe_quantize
 from minfer_lib.errors import InvalidParameter
-from minfer_lib.int8_kernels import (
+from minfer_lib.kernels import compiled
+from minfer_lib.quant.absmax import absmax_quantize, pair_safe_quantize
+from minfer_lib.quant.products import (
     DYNAMIC,
     TINY,
     WEIGHT_ONLY,
@@ -22,7 +23,6 @@ from minfer_lib.int8_kernels import (
     token_codes,
     usable,
 )
-from minfer_lib.kernels import compiled
 
 CASES = [(kernel.name, True) for kernel in DYNAMIC] + [(kernel.name, False) for kernel in WEIGHT_ONLY]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -247,14 +247,14 @@ PROGRAM = """
 import torch
 torch.set_num_threads(1)
 from minfer_lib import NaiveEngine, SamplingParams, describe_int8, load_model, quantize_int8
-from minfer_lib.int8_kernels import usable
+from minfer_lib.quant.products import usable
 lm = quantize_int8(load_model("tiny-random", device="cpu"), calibration=[[1, 2, 3]], progress=False)
 output = NaiveEngine(lm).generate([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))[0]
 assert len(output.token_ids) == 3
 print(sorted(describe_int8(lm).kernels))
 print(usable("compiled"))
 """
-LOADS = "from minfer_lib.int8_kernels import usable\nprint(type(usable('compiled')).__name__)"
+LOADS = "from minfer_lib.quant.products import usable\nprint(type(usable('compiled')).__name__)"
 needs_compiler = pytest.mark.skipif(isinstance(usable("compiled"), str), reason="no compiler here")
 
 

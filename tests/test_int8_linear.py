@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from minfer_lib import load_model, quantize_int8
-from minfer_lib.absmax import absmax_quantize, pair_safe_quantize, quantization_error
 from minfer_lib.errors import InvalidParameter, UnsupportedModel
-from minfer_lib.int8_kernels import usable
-from minfer_lib.int8_linear import Int8Embedding, Int8Linear, SharedInput
-from minfer_lib.memory import measured_weight_bytes
+from minfer_lib.models.memory import measured_weight_bytes
+from minfer_lib.quant.absmax import absmax_quantize, pair_safe_quantize, quantization_error
+from minfer_lib.quant.linear import Int8Embedding, Int8Linear, SharedInput
+from minfer_lib.quant.products import usable
 
 KERNELS = [name for name in ("compiled", "fbgemm", "int_mm", "portable") if not isinstance(usable(name), str)]
 FEATURES = 64

@@ -42,7 +42,7 @@ if not HERE:
         from triton.compiler import ASTSource, compile
         from triton.language import bfloat16, float16
 
-        from minfer_lib.kernels.int8_products import dot_kernel
+        from minfer_lib.kernels.triton.int8_products import dot_kernel
 
         pointers = {"x": dtype, "weight": "i8", "scale_ptr": "fp32", "bias_ptr": dtype, "out_ptr": dtype}
         constants = dict(BLOCK_N=64, BLOCK_M=block_m, BLOCK_K=block_k, MASK_K=False, HAS_BIAS=False, PARTIAL=False)
@@ -62,8 +62,8 @@ if not HERE:
 
 else:
     from minfer_lib.errors import InvalidParameter
-    from minfer_lib.kernels import int8_linear as kernels
-    from minfer_lib.kernels.int8_linear import Plan, dequantize, int8_linear, plan_product
+    from minfer_lib.kernels.triton import int8_linear as kernels
+    from minfer_lib.kernels.triton.int8_linear import Plan, dequantize, int8_linear, plan_product
 
     MATVEC = Plan("matvec", block_n=16, block_k=128)
     DOT = Plan("dot", block_n=64, block_m=16, block_k=64, stages=2)

@@ -13,13 +13,13 @@ from nbformat.v4 import new_code_cell, new_notebook
 from test_learn_plots import drawn_texts, head
 
 from minfer_lib import LLMEngine, SamplingParams, load_model
+from minfer_lib.engine.trace import StepTrace, TracedChunk
 from minfer_lib.errors import InvalidParameter, PromptTooLong
 from minfer_lib.learn import notebooks, plots, widgets
 from minfer_lib.learn.checks import ch04
 from minfer_lib.learn.plots.lanes import lanes
 from minfer_lib.learn.replay import telling_steps
 from minfer_lib.learn.style import Picture
-from minfer_lib.trace import StepTrace, TracedChunk
 
 
 @functools.cache

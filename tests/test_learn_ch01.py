@@ -7,10 +7,10 @@ import pytest
 import torch
 from exercise_checks import ExerciseChecks
 
+from minfer_lib.generation.request import RequestMetrics
 from minfer_lib.learn.checks import ch01
-from minfer_lib.memory import ModelShape, kv_bytes_per_token
-from minfer_lib.request import RequestMetrics
-from minfer_lib.shapes import SHAPES, shape_config
+from minfer_lib.models.memory import ModelShape, kv_bytes_per_token
+from minfer_lib.models.shapes import SHAPES, shape_config
 
 # -- how a learner might solve them ---------------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ import torch
 from exercise_checks import ExerciseChecks
 
 from minfer_lib import LanguageModel, NaiveEngine, SamplingParams
+from minfer_lib.generation.sampling import filter_top_p, filtered_logits, penalised
+from minfer_lib.generation.stopping import StopStrings
 from minfer_lib.learn.checks import ch02
-from minfer_lib.sampling import filter_top_p, filtered_logits, penalised
-from minfer_lib.stopping import StopStrings
 
 # -- how a learner might solve them ---------------------------------------------------------------------------------
 

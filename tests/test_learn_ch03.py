@@ -8,9 +8,9 @@ from exercise_checks import ExerciseChecks
 from torch.nn.functional import scaled_dot_product_attention
 
 from minfer_lib import CachedEngine, SamplingParams, load_model
-from minfer_lib.kv_cache import KVCacheLayer
+from minfer_lib.cache.contiguous import KVCacheLayer
 from minfer_lib.learn.checks import ch03
-from minfer_lib.memory import ModelShape, kv_bytes_per_token
+from minfer_lib.models.memory import ModelShape, kv_bytes_per_token
 
 # -- how a learner might solve them ---------------------------------------------------------------------------------
 

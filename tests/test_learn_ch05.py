@@ -7,9 +7,10 @@ import pytest
 import torch
 from exercise_checks import ExerciseChecks
 
-from minfer_lib import absmax, memory
 from minfer_lib.learn.checks import ch05
-from minfer_lib.shapes import shape_config
+from minfer_lib.models import memory
+from minfer_lib.models.shapes import shape_config
+from minfer_lib.quant import absmax
 
 # -- how a learner might solve them ---------------------------------------------------------------------------------
 

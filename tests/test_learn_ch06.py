@@ -8,9 +8,9 @@ import pytest
 import torch
 from exercise_checks import ExerciseChecks
 
-from minfer_lib.blocks import BlockAllocator
+from minfer_lib.cache.blocks import BlockAllocator
+from minfer_lib.cache.paged import BlockTable, PagedKVCache, block_key
 from minfer_lib.learn.checks import ch06
-from minfer_lib.paged import BlockTable, PagedKVCache, block_key
 
 # -- how a learner might solve them ---------------------------------------------------------------------------------
 

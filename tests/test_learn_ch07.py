@@ -11,8 +11,8 @@ from exercise_checks import ExerciseChecks
 from minfer_lib.bench.metrics import percentile as percentile_of_the_package
 from minfer_lib.learn.checks import ch07
 from minfer_lib.learn.checks.ch07_load import KV_7B
-from minfer_lib.memory import ModelShape, kv_bytes_per_token
-from minfer_lib.shapes import shape_config
+from minfer_lib.models.memory import ModelShape, kv_bytes_per_token
+from minfer_lib.models.shapes import shape_config
 
 # -- how a learner might solve them ---------------------------------------------------------------------------------
 

@@ -13,13 +13,13 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 from test_learn_plots import drawn_texts, head
 
-from minfer_lib import absmax
 from minfer_lib.errors import InvalidParameter
 from minfer_lib.learn import outliers, plots, widgets
 from minfer_lib.learn.checks import ch05
 from minfer_lib.learn.plots.numbers import Grid, fitting
 from minfer_lib.learn.sliders import Slider
 from minfer_lib.learn.style import Picture, colour_of
+from minfer_lib.quant import absmax
 
 MIB = 2**20
 NUMBERS = [-2.6, -1.1, -0.3, 0.42, 1.9, 3.1]

@@ -16,6 +16,8 @@ from matplotlib.colors import to_hex
 from test_learn_plots import drawn_texts, head
 
 from minfer_lib import LLMEngine, SamplingParams
+from minfer_lib.engine.scheduler import WATERMARK
+from minfer_lib.engine.trace import BlockMap, TracedTable
 from minfer_lib.errors import InvalidParameter
 from minfer_lib.learn import block_replay, paged_replay, plots, widgets
 from minfer_lib.learn.checks import ch06
@@ -26,8 +28,6 @@ from minfer_lib.learn.plots.blocks import REQUEST_COLOURS, Contents
 from minfer_lib.learn.plots.softmax import merged
 from minfer_lib.learn.sliders import Slider, live
 from minfer_lib.learn.style import Picture, colour_of
-from minfer_lib.scheduler import WATERMARK
-from minfer_lib.trace import BlockMap, TracedTable
 
 WORDS = ["The", "cat", "sat", "on", "the", "mat", "and", "looked", "at", "the", "comfortable", "dog"]
 SLOTS = dict(block_size=36, num_blocks=2, kv_cache="slots")

@@ -13,11 +13,12 @@ import pytest
 from test_learn_style import contrast
 
 import minfer_lib
-from minfer_lib import memory, sampling
 from minfer_lib.errors import InvalidParameter, MinferError
+from minfer_lib.generation import sampling
 from minfer_lib.learn import notebooks, show
 from minfer_lib.learn.code_view import _KINDS
 from minfer_lib.learn.source import Source
+from minfer_lib.models import memory
 
 PACKAGE = Path(minfer_lib.__file__).parent
 
@@ -51,7 +52,7 @@ def test_lines_are_those_of_the_file(obj):
 def test_caption_is_relative_and_names_the_lines():
     source = show(sampling.uniform)
     first, last = source.lines[0][0], source.lines[-1][0]
-    assert source.caption == f"minfer_lib/sampling.py, lines {first}-{last}"
+    assert source.caption == f"minfer_lib/generation/sampling.py, lines {first}-{last}"
     assert show(minfer_lib).caption.startswith("minfer_lib/__init__.py, lines 1-")
     for text in (repr(source), source._repr_html_()):
         assert str(PACKAGE.parent) not in text
@@ -96,7 +97,7 @@ def test_only_takes_one_name_and_functions_of_a_module():
 def test_lines_option():
     first = show(sampling.uniform).lines[0][0]
     assert [n for n, _ in show(sampling.uniform, lines=(first, first + 1)).lines] == [first, first + 1]
-    assert show(sampling.uniform, lines=(first, first)).caption == f"minfer_lib/sampling.py, line {first}"
+    assert show(sampling.uniform, lines=(first, first)).caption == f"minfer_lib/generation/sampling.py, line {first}"
 
 
 def test_docstring_false_keeps_only_its_first_line():

@@ -11,14 +11,15 @@ import torch
 from nbformat.v4 import new_code_cell, new_notebook
 from PIL import Image
 
-from minfer_lib import SamplingParams, memory
+from minfer_lib import SamplingParams
 from minfer_lib.errors import InvalidParameter
+from minfer_lib.generation.sampling import Sampler, uniform
 from minfer_lib.learn import explore as explore_lazily
 from minfer_lib.learn import notebooks, plots, widgets
 from minfer_lib.learn.sliders import Choice, Gallery, Slider, _rows, explore, gallery, live
 from minfer_lib.learn.style import Picture
-from minfer_lib.sampling import Sampler, uniform
-from minfer_lib.shapes import SHAPES
+from minfer_lib.models import memory
+from minfer_lib.models.shapes import SHAPES
 
 
 def draw(length: int, name: str) -> Picture:
@@ -217,7 +218,7 @@ def test_every_option_of_every_control_can_be_drawn(make, monkeypatch):
 def executed(tmp_path_factory):
     """A notebook with one of everything, executed and normalised as the chapters are."""
     cells = [
-        "from minfer_lib import memory\n"
+        "from minfer_lib.models import memory\n"
         "from minfer_lib.learn import plots, show, use_style, widgets\n"
         "from minfer_lib.learn.checks.ch01 import check_kv_bytes\n"
         "import matplotlib.pyplot as plt\n"

@@ -16,20 +16,12 @@ import torch
 from breaking import break_forward
 from families import PROMPTS, hf_generate, saying
 
-from minfer_lib import (
-    LanguageModel,
-    LLMEngine,
-    RequestOutput,
-    SamplingParams,
-    StreamPiece,
-    attention,
-    cache_size,
-    interrupts,
-    load_model,
-    model_runner,
-)
+from minfer_lib import LanguageModel, LLMEngine, RequestOutput, SamplingParams, StreamPiece, load_model
+from minfer_lib.attention import interface as attention
+from minfer_lib.attention.support import supported_layers
+from minfer_lib.engine import cache_size, interrupts
+from minfer_lib.engine import runner as model_runner
 from minfer_lib.errors import GenerationFailed, InvalidParameter, InvalidPrompt, PromptTooLong, UnsupportedModel
-from minfer_lib.support import supported_layers
 
 Family = Callable[[str], LanguageModel]
 Make = Callable[..., LLMEngine]
@@ -944,7 +936,7 @@ def test_a_model_that_changes_in_company_is_refused(tiny: LanguageModel, monkeyp
     layers = supported_layers(tiny.model, "tiny")
     assert {(s.kv_heads, s.key_dim, s.value_dim, s.dtype) for s in layers.values()} == {(2, 16, 16, torch.float32)}
     assert list(layers) == [0, 1]
-    from minfer_lib import support
+    from minfer_lib.attention import support
 
     forward = support.packed_forward
     for wrong in (lambda x: x + 0.1 * x.abs().max(), lambda x: x * math.nan):
@@ -964,7 +956,7 @@ def test_rounding_in_half_precision_is_not_taken_for_a_fault(
     family: Family, name: str, monkeypatch: pytest.MonkeyPatch
 ):
     """In a mixture of experts it may send a token to another expert, whose logits are others; a real fault is more."""
-    from minfer_lib import support
+    from minfer_lib.attention import support
 
     half = copy.deepcopy(family(name).model).bfloat16()
     assert supported_layers(half, name)

@@ -15,13 +15,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minfer_lib import LanguageModel, LLMEngine, SamplingParams, engine, kv_cache, request, scheduler, stream
+from minfer_lib import LanguageModel, LLMEngine, SamplingParams
+from minfer_lib.cache import contiguous as kv_cache
+from minfer_lib.cache.slots import SlotKVCache
+from minfer_lib.engine import llm_engine as engine
+from minfer_lib.engine import scheduler, stream
+from minfer_lib.engine.interrupts import held_interrupts
+from minfer_lib.engine.scheduler import Chunk
 from minfer_lib.errors import GenerationFailed
-from minfer_lib.interrupts import held_interrupts
-from minfer_lib.kv_cache import SlotKVCache
-from minfer_lib.request import Request
-from minfer_lib.sampling import Samples
-from minfer_lib.scheduler import Chunk
+from minfer_lib.generation import request
+from minfer_lib.generation.request import Request
+from minfer_lib.generation.sampling import Samples
 
 LONGEST = 24
 FAILURES = {
@@ -70,7 +74,7 @@ class MockRunner:
 
 def engine_of(lm: LanguageModel, slots: int, seqs: int, budget: int, clock: Callable[[], float]) -> LLMEngine:
     cache = SlotKVCache({}, slots, LONGEST, torch.device("cpu"))
-    with mock.patch("minfer_lib.engine_core.make_cache", lambda *args, **options: cache):
+    with mock.patch("minfer_lib.engine.core.make_cache", lambda *args, **options: cache):
         made = LLMEngine(lm, max_num_seqs=seqs, max_num_batched_tokens=budget, clock=clock, trace=True)
     made.runner = MockRunner()
     return made

@@ -21,8 +21,8 @@ from minfer_lib.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from minfer_lib.model_facts import check_causal, has_softcap, position_limit
-from minfer_lib.shapes import SHAPES, shape_config
+from minfer_lib.models.checks import check_causal, has_softcap, position_limit
+from minfer_lib.models.shapes import SHAPES, shape_config
 
 
 def edit(path: Path, **values: object) -> None:
@@ -78,7 +78,7 @@ def test_the_packaged_model_is_the_default(smollm2: LanguageModel, monkeypatch: 
     assert (smollm2.name, smollm2.vocab_size, smollm2.eos_ids) == ("SmolLM2-135M-Instruct", 49152, frozenset({2}))
     assert smollm2.max_model_len == 8192 and smollm2.dtype == torch.float32
     asked = []
-    monkeypatch.setattr("minfer_lib.packaged.packaged_model", lambda: asked.append(1) or (_ for _ in ()).throw(
+    monkeypatch.setattr("minfer_lib.models.packaged.packaged_model", lambda: asked.append(1) or (_ for _ in ()).throw(
         ModelNotFound("asked for the package")))  # fmt: skip
     monkeypatch.setenv("MINFER_MODEL", "")  # set, but empty: as if it were not
     for name in (None, "SmolLM2-135M-Instruct", "smollm2-135m-instruct"):
@@ -409,7 +409,7 @@ def test_a_package_that_a_folder_needs_and_is_not_there(folder: Path, monkeypatc
     def missing(*args: object, **kwargs: object) -> None:
         raise ImportError("this tokenizer requires sentencepiece")
 
-    monkeypatch.setattr("minfer_lib.loading.AutoTokenizer.from_pretrained", missing)
+    monkeypatch.setattr("minfer_lib.models.load.AutoTokenizer.from_pretrained", missing)
     with pytest.raises(BadEnvironment, match=r"needs a package that is not installed.*sentencepiece"):
         load_model(folder)
 

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from minfer_lib import load_model
 from minfer_lib.errors import InvalidParameter
-from minfer_lib.memory import (
+from minfer_lib.models.memory import (
     GB,
     GIB,
     ModelShape,
@@ -18,7 +18,7 @@ from minfer_lib.memory import (
     measured_weight_bytes,
     weight_bytes,
 )
-from minfer_lib.shapes import SHAPES, shape_config
+from minfer_lib.models.shapes import SHAPES, shape_config
 
 PUBLISHED = {  # parameters in millions, as the models' cards give them
     "smollm2-135m": 134.5,

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from minfer_lib import CachedEngine, SamplingParams, load_model, packaged
+from minfer_lib import CachedEngine, SamplingParams, load_model
 from minfer_lib.errors import BadEnvironment, ModelNotFound
-from minfer_lib.shapes import SPECIALS, bytes_to_letters
+from minfer_lib.models import packaged
+from minfer_lib.models.shapes import SPECIALS, bytes_to_letters
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 32, 48, 2, 4, 2
 
@@ -212,7 +213,7 @@ def test_two_threads_at_once_convert_once(cache: Path, conversions: list[Path]):
 
 SCRIPT = """
 import json, sys, time
-from minfer_lib import packaged
+from minfer_lib.models import packaged
 
 def convert(source, folder):
     with open({log!r}, "a") as log:
@@ -263,7 +264,7 @@ def test_a_process_that_dies_leaves_no_half_model(
 KILLED = """
 import os, signal
 from transformers import PreTrainedTokenizerBase
-from minfer_lib import packaged
+from minfer_lib.models import packaged
 
 PreTrainedTokenizerBase.save_pretrained = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
 packaged.packaged_model()

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from minfer_lib.cache.paged import BlockTable, PagedKVCache, block_key
+from minfer_lib.cache.pool import NO_PREFIX, LayerShape
 from minfer_lib.errors import InvalidParameter, InvariantBroken
-from minfer_lib.kv_cache import NO_PREFIX, LayerShape
-from minfer_lib.paged import BlockTable, PagedKVCache, block_key
 
 SIZE = 4
 CPU = torch.device("cpu")

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from minfer_lib.attention import attend_decodes
+from minfer_lib.attention.batch import PackedBatch
+from minfer_lib.attention.interface import attend_decodes
+from minfer_lib.cache.pool import KVPool
 from minfer_lib.errors import InvalidParameter
-from minfer_lib.kernels import compiled, compiled_paged
-from minfer_lib.kernels.compiled_paged import compiled_decode, usable, why_not
-from minfer_lib.kv_cache import KVPool
-from minfer_lib.packed_batch import PackedBatch
+from minfer_lib.kernels import compiled
+from minfer_lib.kernels import compiled_attention as compiled_paged
+from minfer_lib.kernels.compiled_attention import compiled_decode, usable, why_not
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a step, relative

@@ -12,11 +12,12 @@ import torch
 from breaking import break_forward
 from families import PROMPTS, hf_generate, saying
 
-from minfer_lib import CachedEngine, LanguageModel, LLMEngine, RequestOutput, SamplingParams, cache_size, load_model
+from minfer_lib import CachedEngine, LanguageModel, LLMEngine, RequestOutput, SamplingParams, load_model
+from minfer_lib.attention.support import supported_layers
+from minfer_lib.cache.paged import PagedKVCache
+from minfer_lib.engine import cache_size
 from minfer_lib.errors import GenerationFailed, InvalidParameter, PromptTooLong, UnsupportedModel
-from minfer_lib.kernels import compiled_paged
-from minfer_lib.paged import PagedKVCache
-from minfer_lib.support import supported_layers
+from minfer_lib.kernels import compiled_attention as compiled_paged
 
 Family = Callable[[str], LanguageModel]
 

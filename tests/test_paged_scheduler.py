@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minfer_lib import SamplingParams
-from minfer_lib.kv_cache import LayerShape, Prefix
-from minfer_lib.paged import PagedKVCache
-from minfer_lib.request import Request, RequestMetrics
-from minfer_lib.scheduler import Chunk, Scheduler, Sharing
-from minfer_lib.tokenizer import StreamDecoder
+from minfer_lib.cache.paged import PagedKVCache
+from minfer_lib.cache.pool import LayerShape, Prefix
+from minfer_lib.engine.scheduler import Chunk, Scheduler, Sharing
+from minfer_lib.generation.request import Request, RequestMetrics
+from minfer_lib.models.tokenizer import StreamDecoder
 
 PRIME = 2**31 - 1  # fingerprints are exact in float64
 

@@ -41,8 +41,8 @@ if not HERE:
         from triton.compiler import ASTSource, compile
         from triton.language import bfloat16
 
-        from minfer_lib.kernels.paged_kernels import prefill_kernel
-        from minfer_lib.kernels.paged_plan import plan_prefill
+        from minfer_lib.kernels.triton.paged_kernels import prefill_kernel
+        from minfer_lib.kernels.triton.paged_plan import plan_prefill
 
         plan = plan_prefill(dim, dim, 2, 227 * 1024)
         pointers = dict.fromkeys(("query_ptr", "keys_ptr", "values_ptr", "out_ptr"), "*bf16")
@@ -69,8 +69,8 @@ if not HERE:
 
 else:
     from minfer_lib.errors import InvalidParameter
-    from minfer_lib.kernels import paged_attention as kernels
-    from minfer_lib.kernels.paged_attention import paged_decode, paged_prefill, plan_splits
+    from minfer_lib.kernels.triton import paged_attention as kernels
+    from minfer_lib.kernels.triton.paged_attention import paged_decode, paged_prefill, plan_splits
 
     # What rounding to a dtype may change, relatively; Triton's interpreter cuts float32 off to bfloat16 instead.
     EPS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8 if DEVICE == "cuda" else 2.0**-7}

@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from minfer_lib import LanguageModel, describe_int8, load_model, quantize_int8
-from minfer_lib.absmax import pair_safe_quantize, quantization_error
 from minfer_lib.errors import InvalidParameter, InvalidPrompt, MinferError, UnsupportedModel
-from minfer_lib.int8_linear import Int8Embedding, Int8Linear
-from minfer_lib.memory import PeakMemory, measured_weight_bytes
+from minfer_lib.models.memory import PeakMemory, measured_weight_bytes
+from minfer_lib.quant.absmax import pair_safe_quantize, quantization_error
+from minfer_lib.quant.linear import Int8Embedding, Int8Linear
 
 Family = Callable[[str], LanguageModel]
 IDS = torch.tensor([families.PROMPTS[0], families.PROMPTS[0][::-1]])

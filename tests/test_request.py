@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from minfer_lib import LanguageModel, SamplingParams
 from minfer_lib.errors import InvalidParameter, InvalidPrompt, PromptTooLong
-from minfer_lib.prompts import make_requests, request_ids, resolve_max_model_len
-from minfer_lib.request import Request, RequestMetrics
+from minfer_lib.generation.prompts import make_requests, request_ids, resolve_max_model_len
+from minfer_lib.generation.request import Request, RequestMetrics
 
 LIMIT = 20
 

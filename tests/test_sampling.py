@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minfer_lib import SamplingParams, sampling
-from minfer_lib.sampling import (
+from minfer_lib import SamplingParams
+from minfer_lib.generation import sampling
+from minfer_lib.generation.sampling import (
     SORT_FIRST,
     Sampler,
     adjusted_logits,
@@ -334,7 +335,7 @@ def test_a_number_is_the_same_in_any_company():
 
 def test_mixing_function_is_splitmix64():
     """The first outputs of the published generator from state 0: mix(0 + golden), mix(2 golden + ...)."""
-    from minfer_lib.sampling import _mix64
+    from minfer_lib.generation.sampling import _mix64
 
     golden, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
     states = [(i * golden) & mask for i in range(3)]

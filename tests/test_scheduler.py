@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minfer_lib import SamplingParams
+from minfer_lib.cache.pool import LayerShape
+from minfer_lib.cache.slots import SlotKVCache
+from minfer_lib.engine.scheduler import Chunk, Scheduler
 from minfer_lib.errors import InvariantBroken
-from minfer_lib.kv_cache import LayerShape, SlotKVCache
-from minfer_lib.request import Request, RequestMetrics
-from minfer_lib.scheduler import Chunk, Scheduler
-from minfer_lib.tokenizer import StreamDecoder
+from minfer_lib.generation.request import Request, RequestMetrics
+from minfer_lib.models.tokenizer import StreamDecoder
 
 SLOT = 40  # tokens
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minfer_lib.stopping import StopStrings
+from minfer_lib.generation.stopping import StopStrings
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[list[str], str, str | None]:

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from minfer_lib import LanguageModel
 from minfer_lib.errors import InvalidPrompt
-from minfer_lib.shapes import byte_tokenizer
-from minfer_lib.tokenizer import REPLACEMENT, StreamDecoder, apply_chat, decode, encode
+from minfer_lib.models.shapes import byte_tokenizer
+from minfer_lib.models.tokenizer import REPLACEMENT, StreamDecoder, apply_chat, decode, encode
 
 TEXTS = {
     "plain": "Hello, big world. It's 5 o'clock  (really)!",

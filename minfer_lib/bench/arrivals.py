@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidParameter
-from ..params import SamplingParams
+from ..generation.params import SamplingParams
 from .results import write_whole
 from .settings import fast_mode, shorten
 from .workloads import Workload, prompts_of
 
 if TYPE_CHECKING:
-    from ..loading import LanguageModel
+    from ..models.load import LanguageModel
 
 TRACE_FORMAT = (
     "A trace is a JSON list with an object for each request: arrival_s (seconds from the start), prompt_len (tokens) "

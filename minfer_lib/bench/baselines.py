@@ -19,10 +19,10 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from ..errors import InvalidParameter
-from ..loading import LanguageModel
-from ..params import SamplingParams
-from ..prompts import Prompt, make_requests, request_ids, resolve_max_model_len
-from ..request import Request, RequestOutput
+from ..generation.params import SamplingParams
+from ..generation.prompts import Prompt, make_requests, request_ids, resolve_max_model_len
+from ..generation.request import Request, RequestOutput
+from ..models.load import LanguageModel
 from .machine import synchronize
 from .roofline import kv_token_bytes
 from .usage import padding_share

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ..errors import InvalidParameter, UnsupportedModel
-from ..int8 import check_not_quantized, quantize_int8
-from ..loading import LanguageModel
+from ..models.load import LanguageModel
+from ..quant.quantize import check_not_quantized, quantize_int8
 
 
 def copied(lm: LanguageModel, device: torch.device | str) -> LanguageModel:
@@ -46,7 +46,7 @@ def int8(lm: LanguageModel, *, in_place: bool = False, **options: Any) -> Langua
 
 def bitsandbytes(lm: LanguageModel, *, in_place: bool = False) -> LanguageModel:
     """The model through `bitsandbytes_int8`. Raises `UnsupportedModel` as `int8` does, `BadEnvironment` without it."""
-    from ..bitsandbytes_int8 import bitsandbytes_int8, imported
+    from ..quant.bitsandbytes import bitsandbytes_int8, imported
 
     imported()  # before a model is copied in vain
     _check(lm)

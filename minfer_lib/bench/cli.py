@@ -64,8 +64,8 @@ def info(args: argparse.Namespace) -> int:
     """Versions, device, model, the read bandwidth that rooflines stand on, and the kernels."""
     import torch
 
-    from .. import packaged
-    from ..paged_attention import describe_kernels
+    from ..attention.backends import describe_kernels
+    from ..models import packaged
     from . import machine
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,7 +110,7 @@ def run_ladder(args: argparse.Namespace) -> int:
         find(name)  # a mistake is answered before torch is loaded, and long before something was measured in vain
     check_target(args.json)
     check_picture(args.svg)
-    from ..loading import load_model
+    from ..models.load import load_model
     from .wide_table import scoreboard
     from .workloads import fixed_lengths
 

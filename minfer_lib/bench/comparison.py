@@ -19,13 +19,13 @@ from typing import Protocol
 
 import torch
 
+from ..attention.support import rounds_activations
 from ..errors import InvalidParameter
-from ..int8 import describe_int8
-from ..loading import LanguageModel
-from ..memory import measured_weight_bytes
-from ..params import SamplingParams
-from ..request import RequestOutput
-from ..support import rounds_activations
+from ..generation.params import SamplingParams
+from ..generation.request import RequestOutput
+from ..models.load import LanguageModel
+from ..models.memory import measured_weight_bytes
+from ..quant.quantize import describe_int8
 from .machine import provenance_of, read_bandwidth, synchronize, weights_name
 from .metrics import RunMetrics, measure, median
 from .peaks import probed_rows, with_peak

@@ -23,13 +23,13 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import configuration_utils
 
-from ..attention import attention_configs, implementation
-from ..cache_size import check_count
+from ..attention.interface import attention_configs, implementation
+from ..engine.cache_size import check_count
 from ..errors import BadEnvironment, GenerationFailed, InvalidParameter, UnsupportedModel
-from ..loading import LanguageModel
-from ..params import SamplingParams
-from ..prompts import Prompt, make_requests, request_ids, resolve_max_model_len
-from ..request import Request, RequestOutput
+from ..generation.params import SamplingParams
+from ..generation.prompts import Prompt, make_requests, request_ids, resolve_max_model_len
+from ..generation.request import Request, RequestOutput
+from ..models.load import LanguageModel
 from .baselines import check_supported
 from .machine import synchronize
 from .metrics import peak_kv_tokens

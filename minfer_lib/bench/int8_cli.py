@@ -36,9 +36,9 @@ def add_quantize(command: Callable[..., argparse.ArgumentParser]) -> argparse.Ar
 def run_quantize(args: argparse.Namespace) -> int:
     """Quantises on the CPU; the report goes to standard error, the folder's name to standard output."""
     check_folder(args.folder)
-    from ..int8 import HEAD, describe_int8, quantize_int8
-    from ..int8_files import save_int8
-    from ..loading import load_model
+    from ..models.load import load_model
+    from ..quant.files import save_int8
+    from ..quant.quantize import HEAD, describe_int8, quantize_int8
 
     lm = load_model(args.model, device="cpu", dtype=args.dtype)
     skip = [*([] if args.all else [HEAD]), *args.keep]
@@ -78,7 +78,7 @@ def run_quality(args: argparse.Namespace) -> int:
 
     check_target(args.json)
     check_picture(args.svg)
-    from ..loading import load_model
+    from ..models.load import load_model
     from . import cheaper
     from .quality_scores import windows_of
     from .quality_table import quality
@@ -105,7 +105,7 @@ def kernel_lines(device: str) -> dict[str, str]:
     """For `info`: which int8 kernels this machine can use, how fast, the chosen ones, and why not the others."""
     import torch
 
-    from ..int8_kernels import DYNAMIC, WEIGHT_ONLY, choose, timings, usable
+    from ..quant.products import DYNAMIC, WEIGHT_ONLY, choose, timings, usable
     from .machine import dtype_name
 
     lines = {"int8 kernels": "microseconds for a layer of 1,024 x 1,024, mean of 1, 8 and 32 tokens; * is used"}

@@ -23,7 +23,7 @@ import torch
 from .settings import fast_mode
 
 if TYPE_CHECKING:
-    from ..loading import LanguageModel
+    from ..models.load import LanguageModel
 
 PACKAGE = Path(__file__).resolve().parent.parent
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from ..errors import InvalidParameter
 
 if TYPE_CHECKING:
-    from ..request import RequestOutput
+    from ..generation.request import RequestOutput
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidParameter, MinferError
-from ..int8 import quantize_int8
-from ..loading import load_model
-from ..memory import measured_weight_bytes
-from ..params import SamplingParams
+from ..generation.params import SamplingParams
+from ..models.load import load_model
+from ..models.memory import measured_weight_bytes
+from ..quant.quantize import quantize_int8
 from .machine import PACKAGE, dtype_name
 from .workloads import Workload
 

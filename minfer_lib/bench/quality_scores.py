@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from tqdm.auto import tqdm
 
 from ..errors import InvalidParameter, InvalidPrompt, UnsupportedModel
-from ..loading import LanguageModel
-from ..prompts import prompt_token_ids
+from ..generation.prompts import prompt_token_ids
+from ..models.load import LanguageModel
 from .machine import dtype_name
 from .settings import fast_mode
 from .workloads import english_text

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidParameter, one_of
-from ..loading import LanguageModel
-from ..memory import measured_weight_bytes
+from ..models.load import LanguageModel
+from ..models.memory import measured_weight_bytes
 from .draw import aligned, html_grid, keep
 from .machine import dtype_name, provenance_of
 from .quality_scores import perplexity_of, scores, windows_of

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..int8_linear import Int8Embedding, Int8Linear
-from ..loading import LanguageModel
-from ..memory import ModelShape, kv_bytes_per_token
+from ..models.load import LanguageModel
+from ..models.memory import ModelShape, kv_bytes_per_token
+from ..quant.linear import Int8Embedding, Int8Linear
 from .machine import peak_flops, read_bandwidth
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import BadEnvironment, InvalidParameter, UnsupportedModel, one_of
 
 if TYPE_CHECKING:
-    from ..loading import LanguageModel
+    from ..models.load import LanguageModel
     from .results import Comparison
     from .workloads import Workload
 
@@ -72,16 +72,16 @@ RUNNING = 4
 def _llm_engine(
     name: str, label: str, chapter: int, kv_cache: str, *, in_ladder: bool = True, weights: str = ""
 ) -> Rung:
-    return Rung(name, label, "engine:LLMEngine", {"kv_cache": kv_cache}, chapter, in_ladder, weights, "max_num_seqs")
+    return Rung(name, label, "engine.llm_engine:LLMEngine", {"kv_cache": kv_cache}, chapter, in_ladder, weights, "max_num_seqs")
 
 
 RUNGS: list[Rung] = [
     Rung("hf", "HF generate", "bench.baselines:HFSerial", {}, chapter=0),
     Rung("hf-batch", "HF padded batch", "bench.baselines:HFStaticBatch", {}, chapter=0, limit="batch_size"),
     Rung("hf-continuous", "HF continuous", "bench.hf_continuous:HFContinuousBatch", {}, chapter=0, limit="max_running"),
-    Rung("naive", "naive", "naive:NaiveEngine", {}, chapter=2),
-    Rung("cached-hf", "cached (HF cache)", "cached:CachedEngine", {"cache": "hf"}, chapter=3, in_ladder=False),
-    Rung("cached", "cached", "cached:CachedEngine", {"cache": "own"}, chapter=3),
+    Rung("naive", "naive", "engine.serial:NaiveEngine", {}, chapter=2),
+    Rung("cached-hf", "cached (HF cache)", "engine.serial:CachedEngine", {"cache": "hf"}, chapter=3, in_ladder=False),
+    Rung("cached", "cached", "engine.serial:CachedEngine", {"cache": "own"}, chapter=3),
     _llm_engine("slots", "slots", 4, "slots"),
     _llm_engine("int8", "int8", 5, "slots", weights=INT8),
     _llm_engine("bnb-int8", "bitsandbytes int8", 0, "slots", in_ladder=False, weights="bench.cheaper:bitsandbytes"),
@@ -142,8 +142,8 @@ def ladder(
     An engine that refuses this model, or that the installed libraries cannot run, is left out, with a note that says
     why. Engines over the same other weights share one copy of the model. Raises what `compare` and `load_model` do.
     """
-    from ..loading import load_model
-    from ..prompts import DEFAULT_MAX_MODEL_LEN
+    from ..generation.prompts import DEFAULT_MAX_MODEL_LEN
+    from ..models.load import load_model
     from .comparison import compare
     from .workloads import mixed_lengths
 

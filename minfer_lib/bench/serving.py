@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..engine.trace import StepTrace
 from ..errors import InvalidParameter
-from ..request import RequestOutput
-from ..trace import StepTrace
+from ..generation.request import RequestOutput
 from .arrivals import all_at_once
 from .machine import synchronize
 from .metrics import RunMetrics, measure

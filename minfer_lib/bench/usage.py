@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from .roofline import kv_token_bytes
 
 if TYPE_CHECKING:
-    from ..request import RequestOutput
-    from ..trace import StepTrace
+    from ..engine.trace import StepTrace
+    from ..generation.request import RequestOutput
     from .metrics import RunMetrics
 
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidParameter
-from ..params import SamplingParams
+from ..generation.params import SamplingParams
 from .settings import fast_mode, shorten
 
 if TYPE_CHECKING:
-    from ..loading import LanguageModel
+    from ..models.load import LanguageModel
 
 TEXTS = Path(__file__).parent / "texts"
 BOOK = "alice_in_wonderland"  # its header says author, year and why it is in the public domain

@@ -1,1 +1,1 @@
-"""Kernels for processors (C) and CUDA devices (Triton), each imported only where a tensor on such a device needs it."""
+"""What does the hardware run? Kernels in C for CPUs and in Triton for NVIDIA GPUs (chapter 7)."""

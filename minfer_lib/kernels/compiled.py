@@ -20,7 +20,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from ..packaged import cache_root
+from ..models.packaged import cache_root
 
 COMPILER = "MINFER_CC"  # the variable that names the C compiler; empty: none, and no compiled kernels
 # A product and the sum it goes into may be rounded together, errno and traps are given up; the order of sums is kept.
@@ -42,7 +42,7 @@ def library(name: str = "int8_linear") -> ctypes.CDLL:
         raise CannotCompile(f"{COMPILER} is empty")
     if shutil.which(compiler) is None:
         raise CannotCompile(f"no C compiler `{compiler}` on this machine")
-    source = Path(__file__).with_name(f"{name}.c")
+    source = Path(__file__).parent / "c" / f"{name}.c"
     reason = "it cannot even preprocess an empty file"
     for target in TARGETS:
         processor = _macros(compiler, target)

@@ -18,7 +18,7 @@ SLICE = 2**22  # weights that are turned into floats at a time without Triton
 def triton_product() -> Any | None:
     """The Triton kernel's function; None where Triton is not installed (Windows, AMD builds without it)."""
     try:
-        from .int8_linear import int8_linear
+        from .triton.int8_linear import int8_linear
     except ImportError:
         return None
     return int8_linear

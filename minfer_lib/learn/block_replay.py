@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 
+from ..engine.trace import StepTrace
 from ..errors import InvalidParameter
-from ..trace import StepTrace
 from .paged_replay import DEFAULT_REQUESTS, ReplayRequest, replay
 from .plots.blocks import Contents, draw_blocks, request_colours
 from .plots.lanes import lanes

@@ -18,14 +18,18 @@ FOLDER = Path(__file__).parent.parent / "kernels"
 
 
 def show_kernel(file: str, *names: str) -> Source:
-    """The named functions and macros of a file in `minfer_lib/kernels`, such as "int8_linear.c"; all without names.
+    """The named functions and macros of a file in `minfer_lib/kernels`, such as "c/int8_linear.c"; all without names.
 
     The comment or decorator that stands right above a function is shown with it. Raises `InvalidParameter` for a file
     or a name that is not there.
     """
     path = FOLDER / file
-    sources = sorted(p.name for p in FOLDER.iterdir() if p.suffix in (".c", ".py") and p.stem != "__init__")
-    if path.name not in sources or path.parent != FOLDER:
+    sources = sorted(
+        p.relative_to(FOLDER).as_posix()
+        for p in FOLDER.rglob("*")
+        if p.suffix in (".c", ".py") and p.stem != "__init__"
+    )
+    if file not in sources:
         raise InvalidParameter(f"show_kernel({file!r}) is not possible: there are {one_of(sources)}.")
     text = path.read_text(encoding="utf-8")
     texts = text.splitlines()

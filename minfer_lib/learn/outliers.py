@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..absmax import absmax_quantize, llm_int8_linear, outlier_features, quantization_error
 from ..errors import InvalidParameter
+from ..quant.absmax import absmax_quantize, llm_int8_linear, outlier_features, quantization_error
 from .plots.channels import draw_peaks
 from .plots.numbers import plain
 from .sliders import Gallery, Slider, explore

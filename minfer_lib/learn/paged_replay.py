@@ -12,15 +12,15 @@ from typing import Literal
 
 import torch
 
-from ..cache_size import check_count
+from ..cache.paged import PagedKVCache
+from ..cache.slots import SlotKVCache
+from ..engine.cache_size import check_count
+from ..engine.scheduler import Scheduler
+from ..engine.trace import StepTrace
 from ..errors import InvalidParameter
-from ..kv_cache import SlotKVCache
-from ..paged import PagedKVCache
-from ..params import SamplingParams
-from ..request import Request, RequestMetrics
-from ..scheduler import Scheduler
-from ..tokenizer import StreamDecoder
-from ..trace import StepTrace
+from ..generation.params import SamplingParams
+from ..generation.request import Request, RequestMetrics
+from ..models.tokenizer import StreamDecoder
 
 APART = 1_000_000  # token ids of one request from those of the next
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from ..engine.trace import StepTrace
 from ..errors import InvalidParameter
-from ..trace import StepTrace
 from . import plots
 from .plots.lanes import account, lanes
 from .sliders import Gallery, Slider, explore

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..errors import InvalidParameter
-from ..params import SamplingParams
+from ..generation.params import SamplingParams
 from .style import CARD, CARD_EDGE, INK, SOFT_INK, in_notebook
 
 SECONDS_APART = 0.05  # between two updates: more would only keep the front end busy

@@ -12,10 +12,10 @@ from functools import lru_cache
 
 import torch
 
-from .. import memory
-from ..params import SamplingParams
-from ..sampling import filtered_logits, penalised
-from ..shapes import SHAPES, shape_config
+from ..generation.params import SamplingParams
+from ..generation.sampling import filtered_logits, penalised
+from ..models import memory
+from ..models.shapes import SHAPES, shape_config
 from . import plots
 from .block_replay import block_map
 from .outliers import outlier_explorer

@@ -69,7 +69,7 @@ def _kept_dimension(weight: torch.Tensor) -> Codes:
 
 
 def _draw_quantize_rows(quantize_rows: Function) -> Any:
-    from ...absmax import Quantized
+    from ...quant.absmax import Quantized
     from .. import plots
 
     weight = torch.tensor([[0.9, -0.42, 0.07, 0.31], [0.02, 0.013, -0.05, 0.031], [0.0] * 4, [-2.4, 1.1, 0.6, -0.2]])

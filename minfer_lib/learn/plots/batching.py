@@ -30,7 +30,7 @@ from ..style import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
-    from ...engine import LLMEngine
+    from ...engine.llm_engine import LLMEngine
 
 PROMPT_COLOUR, ANSWER_COLOUR = DATA, ACTIVATIONS
 WAITING = {"facecolor": "#efede8", "edgecolor": "#a9adb3", "hatch": "////", "linewidth": 0.0}

@@ -35,7 +35,7 @@ from .blocks import CACHED, EMPTY
 from .numbers import fitting
 
 if TYPE_CHECKING:
-    from ...trace import StepTrace
+    from ...engine.trace import StepTrace
 
 UNFILLED = "#b78fa0"
 SET_ASIDE = {"facecolor": "#dfdcd4", "edgecolor": "#8d939b", "hatch": "....", "linewidth": 0.0}

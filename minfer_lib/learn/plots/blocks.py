@@ -22,7 +22,7 @@ from ..style import CARD, INK, SOFT_INK, Picture, canvas, drawing, on_colour
 from .numbers import fitting
 
 if TYPE_CHECKING:
-    from ...trace import BlockMap, StepTrace
+    from ...engine.trace import BlockMap, StepTrace
 
 # Nine colours that keep apart for readers with colour vision deficiencies: "muted", P. Tol, Colour Schemes, 2021
 REQUEST_COLOURS = (

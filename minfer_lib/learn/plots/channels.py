@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from ..style import (
+from ..style import (  # fmt: skip
     ALERT,
     CARD,
     DATA,
@@ -24,7 +24,7 @@ from ..style import (
     drawing,
     headline,
     quiet,
-)  # fmt: skip
+)
 from .memory import balanced
 from .numbers import plain
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...errors import InvalidParameter
 
 if TYPE_CHECKING:
-    from ...trace import StepTrace
+    from ...engine.trace import StepTrace
 
 Owner = tuple[str, int]
 

@@ -22,8 +22,8 @@ from .timelines import WAITS_COLOUR
 from .tokens import visible
 
 if TYPE_CHECKING:
-    from ...request import RequestOutput
-    from ...trace import StepTrace
+    from ...engine.trace import StepTrace
+    from ...generation.request import RequestOutput
 
 BOX, ACROSS, DOWN = (2.5, 0.92), 2.72, 1.3  # inches: a box, and from one to the next
 TEXT_FILL, QUEUE_FILL = "#e9e7e1", "#dfe2e6"

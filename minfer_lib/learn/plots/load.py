@@ -16,7 +16,7 @@ from ..style import INK, SOFT_INK, Picture, canvas, colour_of, drawing, engine_f
 from .profile import DECODE_COLOUR, PREFILL_COLOUR
 
 if TYPE_CHECKING:
-    from ...trace import StepTrace
+    from ...engine.trace import StepTrace
 
 PEER_LINES = ("-", "--", ":")
 

@@ -34,7 +34,7 @@ from ..style import (
 from .memory import balanced
 
 if TYPE_CHECKING:
-    from ...absmax import Quantized
+    from ...quant.absmax import Quantized
 
 
 ARROW = {"arrowstyle": "-|>", "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 9}

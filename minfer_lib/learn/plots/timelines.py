@@ -21,7 +21,7 @@ from .lanes import account, lanes, summary
 from .profile import DECODE_COLOUR, PREFILL_COLOUR
 
 if TYPE_CHECKING:
-    from ...trace import StepTrace
+    from ...engine.trace import StepTrace
 
 WAITS_COLOUR = "#c9cdd3"
 STATES = {"w": ("waits", WAITS_COLOUR), "p": ("prefill", PREFILL_COLOUR), "d": ("decode", DECODE_COLOUR),

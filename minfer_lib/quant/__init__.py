@@ -1,0 +1,1 @@
+"""How few bytes will do? INT8 weights (chapter 5)."""

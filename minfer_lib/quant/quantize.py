@@ -1,0 +1,349 @@
+"""`quantize_int8`: a model whose weights are one byte each, run by every engine as the model was.
+
+Invariant: a layer is either as it was or an `Int8Linear` that computes the same up to the rounding; what is named in
+`skip`, what the model did not use when it was watched, and everything that is no plain linear layer stays as it was.
+
+A model is watched on a text first: which layers read the same input (they become one product), and how large each input
+feature gets, which decides how SmoothQuant shares the difficulty between activations and weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers.pytorch_utils import Conv1D
+
+from ..errors import InvalidParameter, UnsupportedModel, one_of
+from ..models.load import LanguageModel, place_of
+from ..models.memory import measured_weight_bytes
+from .absmax import (
+    QuantizationError,
+    Quantized,
+    absmax_quantize,
+    is_pair_safe,
+    llm_int8_linear,
+    outlier_features,
+    pair_safe_quantize,
+    quantization_error,
+    smoothing_factors,
+    zero_point_quantize,
+)
+from .calibration import Watched, calibration_prompts, sharing, some_ids, watch
+from .linear import ACTIVATIONS, Int8Embedding, Int8Linear, SharedInput
+from .products import check_kernel
+
+__all__ = [
+    "Int8Embedding",
+    "Int8Linear",
+    "Int8Report",
+    "QuantizationError",
+    "Quantized",
+    "absmax_quantize",
+    "describe_int8",
+    "is_pair_safe",
+    "llm_int8_linear",
+    "outlier_features",
+    "pair_safe_quantize",
+    "quantization_error",
+    "quantize_int8",
+    "smoothing_factors",
+    "zero_point_quantize",
+]
+
+SLICE = 2**23  # weights that are turned into codes at a time
+HEAD = "lm_head"  # what `skip` calls the output layer, whatever a family of models calls it
+
+
+@dataclass(frozen=True)
+class Int8Report:
+    """What of a model is in int8. Sizes are bytes; `kernels` counts layers by the kernel that runs them."""
+
+    layers: int
+    activations: str
+    kernels: dict[str, int]
+    int8_bytes: int
+    kept_bytes: int
+    kept: dict[str, int]  # the largest parts that are not in int8
+
+    def __str__(self) -> str:
+        used = ", ".join(f"{name} ({count})" for name, count in self.kernels.items())
+        large = {name: size for name, size in self.kept.items() if size > 0.01 * (self.int8_bytes + self.kept_bytes)}
+        kept = ", ".join(
+            [*(f"{name} {size / 1e6:.1f} MB" for name, size in large.items()), "scales, factors and norms"]
+        )
+        return (
+            f"{self.layers} layers in int8 ({self.int8_bytes / 1e6:.1f} MB), activations {self.activations!r}, "
+            f"kernel {used}; not in int8: {self.kept_bytes / 1e6:.1f} MB ({kept})"
+        )
+
+
+def quantize_int8(
+    lm: LanguageModel,
+    *,
+    activations: str | None = None,
+    skip: str | Sequence[str] = (HEAD,),
+    embedding: bool = False,
+    smoothing: float = 0.5,
+    calibration: str | Sequence[str | Sequence[int]] | None = None,
+    device: str | torch.device | None = None,
+    kernel: str | None = None,
+    progress: bool = True,
+) -> LanguageModel:
+    """Puts the weights of a model's linear layers into int8, in place, and returns the model.
+
+    To compare with the model as it was, load it a second time. Layer follows layer, so that never more than one of them
+    stands in both forms.
+
+    activations: "dynamic" rounds the input of each layer to int8 too, token by token (W8A8); "none" leaves it as it is
+      (W8A16, weight-only). None takes "dynamic" on a CPU, where integers are multiplied faster, and "none" on a GPU.
+    skip: names that keep their precision: a layer's, or a part of it between dots ("down_proj", "layers.0"). "lm_head"
+      is the output layer under any name.
+    embedding: put the embedding into int8 as well. With skip=() and an output layer tied to it, both use one copy.
+    smoothing: SmoothQuant's alpha, for "dynamic"; 0 leaves the features as they are and needs no calibration text.
+    calibration: text, or prompts (strings or lists of token ids), on which activations are watched; None takes a text
+      of our own, or random ids for a model without a tokenizer.
+    device: where the layers go as they are quantised; None leaves them where they are. With a model that was loaded
+      to the CPU, a GPU never holds more than the quantised one.
+    kernel: how products are computed on a CPU ("compiled", "fbgemm", "int_mm", "int8pack_mm", "portable"); None
+      measures and takes the fastest.
+
+    Raises `InvalidParameter` for what is not possible and a model that is quantised already, `UnsupportedModel` for one
+    without linear layers or with weights that are not finite, `InvalidPrompt` for a calibration that cannot be run.
+    Sources: Dettmers et al. 2022 (arXiv 2208.07339), Xiao et al. 2023 (arXiv 2211.10438).
+    """
+    if not isinstance(lm, LanguageModel):
+        raise InvalidParameter(f"quantize_int8 was given {type(lm).__name__}: it takes what load_model returns.")
+    place = lm.device if device is None else place_of(device)
+    mode = ("dynamic" if place.type == "cpu" else "none") if activations is None else activations
+    if mode not in ACTIVATIONS:
+        raise InvalidParameter(f"activations={activations!r} is not possible: it must be {one_of(ACTIVATIONS)}.")
+    names = (skip,) if isinstance(skip, str) else tuple(skip) if isinstance(skip, Iterable) else (skip,)
+    if not all(isinstance(name, str) for name in names):
+        raise InvalidParameter(f"skip={skip!r} is not possible: it must be names of layers; () skips none.")
+    if not isinstance(embedding, bool):
+        raise InvalidParameter(f"embedding={embedding!r} is not possible: it must be True or False.")
+    if isinstance(smoothing, bool) or not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
+        raise InvalidParameter(f"smoothing={smoothing!r} is not possible: it must be from 0 (off) to 1.")
+    if kernel is not None:
+        check_kernel(kernel, mode == "dynamic")
+    check_not_quantized(lm)
+    head_name = _head_name(lm.model)
+    targets = _targets(lm.model, names, head_name, lm.name)
+    tied = head_name is not None and _weight(lm.model, head_name) is lm.model.get_input_embeddings().weight
+    if embedding and tied and head_name not in targets:
+        raise InvalidParameter(
+            f"embedding=True was asked for, and {HEAD} is to be skipped: in {lm.name} both are one matrix, so that it "
+            "would be kept twice. Pass skip=() too, or leave embedding out."
+        )
+    _check_finite(lm, targets, embedding)
+    smooth = mode == "dynamic" and smoothing > 0
+    watched = watch(lm, targets, calibration_prompts(lm, calibration) if smooth else [some_ids(lm, 2)])
+    targets.clear()  # so that a layer is gone once it is replaced
+    if not any(each.peak is not None for each in watched.values()):
+        raise UnsupportedModel(f"{lm.name} calls none of its linear layers, so there is nothing to quantise.")
+
+    groups = sharing(watched)
+    with tqdm(total=len(watched), desc=f"int8 ({lm.name})", unit="layer", disable=not progress, leave=False) as bar:
+        if embedding:
+            _quantize_embedding(lm, place, head_name if tied else None, kernel)
+            groups = [[each for each in group if not (tied and each.name == head_name)] for group in groups]
+            if tied:
+                watched[head_name].layer = None
+        for group in filter(None, groups):
+            # what is lost in front of the output layer goes straight into the logits, so its input is never rounded
+            of_group = "none" if group[0].name == head_name else mode
+            alpha = smoothing if smooth and of_group == "dynamic" else 0.0
+            _quantize_group(lm, group, of_group, alpha, place, kernel)
+            bar.update(len(group))
+            for each in group:
+                each.layer = None  # the last that holds the weights as they were
+    lm.model.to(place)  # the rest of it
+    lm.device = place
+    _try_out(lm)
+    lm.quantization = {
+        "activations": mode, "skip": list(names), "embedding": embedding, "smoothing": smoothing, "kernel": kernel,
+    }  # fmt: skip
+    return lm
+
+
+def _try_out(lm: LanguageModel) -> None:
+    """Runs the quantised model once: code that reaches for a layer's weights by itself is found here, not later."""
+    try:
+        logits = lm.next_token_logits(torch.tensor([some_ids(lm, 2)], device=lm.device), use_cache=False)
+    except (torch.OutOfMemoryError, MemoryError, UnsupportedModel):
+        raise
+    except Exception as error:  # whatever the code of a model says of weights that are integers
+        raise UnsupportedModel(
+            f"{lm.name} cannot be run with these layers in int8: {type(error).__name__}: {error}. It was changed: "
+            "load it again, and name what its code reads directly in `skip`."
+        ) from error
+    if not logits.isfinite().all():
+        raise UnsupportedModel(
+            f"{lm.name} gives logits that are not finite with these layers in int8. The model was changed: load it "
+            "again, and name layers to keep in `skip`."
+        )
+
+
+def describe_int8(lm: LanguageModel) -> Int8Report:
+    """What of a model is in int8, and which kernels run it. Raises `InvalidParameter` if nothing is."""
+    layers = [module for module in lm.model.modules() if isinstance(module, Int8Linear)]
+    if not layers:
+        raise InvalidParameter(f"{lm.name} is not quantised: call quantize_int8(lm) first.")
+    kernels: dict[str, int] = {}
+    for layer in layers:
+        kernels[layer.kernel] = kernels.get(layer.kernel, 0) + 1
+    kept: dict[str, tuple[int, int]] = {}  # by storage: tied tensors count once
+    for name, tensor in (*lm.model.named_parameters(), *lm.model.named_buffers()):
+        if tensor.dtype != torch.int8 and tensor.numel() > 1:
+            kept.setdefault(tensor.untyped_storage().data_ptr(), (tensor.untyped_storage().nbytes(), name))
+    sizes = sorted(((size, name.removesuffix(".weight")) for size, name in kept.values()), reverse=True)
+    total, rest = measured_weight_bytes(lm.model), sum(size for size, _ in sizes)
+    return Int8Report(
+        len(layers), layers[0].activations, kernels, total - rest, rest, {name: size for size, name in sizes[:3]}
+    )
+
+
+def check_not_quantized(lm: LanguageModel) -> None:
+    """Raises `InvalidParameter` for a model that is in int8, by us or by another library."""
+    other = getattr(lm.model.config, "quantization_config", None) is not None
+    narrow = next(
+        (
+            n
+            for n, t in (*lm.model.named_parameters(), *lm.model.named_buffers())
+            if t.dtype in (torch.int8, torch.uint8)
+        ),
+        None,
+    )
+    if other or narrow:
+        raise InvalidParameter(
+            f"{lm.name} is quantised already{f' (see {narrow})' if narrow else ''}. Load it in bfloat16 or float32 and "
+            "quantise that."
+        )
+
+
+# -- what to quantise ----------------------------------------------------------------------------------------------
+
+
+def _head_name(model: nn.Module) -> str | None:
+    head = model.get_output_embeddings()
+    return None if head is None else next((name for name, module in model.named_modules() if module is head), None)
+
+
+def _weight(model: nn.Module, name: str) -> torch.Tensor:
+    return model.get_submodule(name).weight
+
+
+def _targets(model: nn.Module, skip: tuple[str, ...], head: str | None, name: str) -> dict[str, nn.Module]:
+    """The linear layers to quantise, by their dotted names, in the order of the model."""
+    # a subclass, a forward of its own or a hook computes something else
+    linear = {
+        n: m
+        for n, m in model.named_modules()
+        if type(m) in (nn.Linear, Conv1D) and not ("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks)
+    }
+    unknown = [s for s in skip if s != HEAD and not any(holds_part(s, n) for n in linear)]
+    if unknown:
+        some = ", ".join(f"`{n}`" for n in list(linear)[:3])
+        raise InvalidParameter(
+            f"skip={unknown[0]!r} names no linear layer of {name}. Its layers are called {some}, ..."
+        )
+    left = {n: m for n, m in linear.items() if not any(n == head if s == HEAD else holds_part(s, n) for s in skip)}
+    if not left:
+        raise UnsupportedModel(
+            f"{name} has no linear layer to quantise" + (f" beside what skip={skip!r} names." if linear else ".")
+        )
+    return left
+
+
+def holds_part(part: str, name: str) -> bool:
+    """Whether a dotted name holds `part` as whole components."""
+    return bool(part) and f".{part}." in f".{name}."
+
+
+def _check_finite(lm: LanguageModel, targets: dict[str, nn.Module], embedding: bool) -> None:
+    layers = dict(targets)
+    if embedding:
+        layers["the embedding"] = lm.model.get_input_embeddings()
+    for name, layer in layers.items():
+        if layer.weight.numel() and not all(end.isfinite() for end in layer.weight.aminmax()):
+            raise UnsupportedModel(
+                f"The weights of {name} in {lm.name} hold NaN or infinity, so there is no scale for them. The model is "
+                "damaged: fetch it again. Nothing was changed."
+            )
+
+
+def _quantize_group(
+    lm: LanguageModel, group: list[Watched], mode: str, alpha: float, place: torch.device, kernel: str | None
+) -> None:
+    """Puts `Int8Linear`s in the place of layers that read one input."""
+    factors = None
+    if alpha:
+        every = torch.cat([_matrix(each.layer).abs().amax(0, keepdim=True).float() for each in group])
+        factors = smoothing_factors(group[0].peak, every, alpha)
+    made = []
+    for each in group:
+        quantized = by_slices(pair_safe_quantize if mode == "dynamic" else _per_channel, _matrix(each.layer), factors)
+        bias = each.layer.bias
+        layer = Int8Linear(
+            quantized.values.to(place), quantized.scale.to(place), None if bias is None else bias.to(place),
+            activations=mode, smoothing=None if factors is None else factors.to(place), dtype=lm.dtype, kernel=kernel,
+        )  # fmt: skip
+        lm.model.set_submodule(each.name, layer.eval())
+        made.append(layer)
+    if len(made) > 1:
+        SharedInput(made)
+
+
+def _quantize_embedding(lm: LanguageModel, place: torch.device, head: str | None, kernel: str | None) -> None:
+    """Puts an `Int8Embedding` in the place of the embedding, and with `head` an output layer over the same codes."""
+    old = lm.model.get_input_embeddings()
+    # one grid for both uses; the embedding's rows are the output layer's channels
+    quantized = by_slices(_per_channel, old.weight)
+    factor = getattr(old, "embed_scale", None)  # of Gemma and others, which multiply what they look up
+    factor = None if factor is None else float(factor)
+    made = Int8Embedding(
+        quantized.values, quantized.scale, lm.dtype, padding_idx=getattr(old, "padding_idx", None), factor=factor
+    )
+    ids = torch.arange(min(64, len(old.weight)), device=old.weight.device)
+    with torch.no_grad():
+        wanted, found = old(ids).float(), made(ids).float()
+    if (found - wanted).abs().max() > 0.05 * wanted.abs().max():
+        raise UnsupportedModel(
+            f"The embedding of {lm.name} ({type(old).__name__}) does more than look rows up, so that an int8 one would "
+            "not give the same. Leave embedding=True out."
+        )
+    bias = None if head is None else lm.model.get_submodule(head).bias
+    lm.model.set_input_embeddings(made.to(place))
+    if head is not None:
+        layer = Int8Linear(
+            made.weight, made.scale, None if bias is None else bias.to(place), activations="none",
+            dtype=lm.dtype, kernel=kernel, keep_rows=True,
+        )  # fmt: skip
+        lm.model.set_submodule(head, layer.eval())
+
+
+def _matrix(layer: nn.Module) -> torch.Tensor:
+    """The weights as [out, in]; GPT-2's Conv1D keeps them the other way round."""
+    return layer.weight.detach().T if isinstance(layer, Conv1D) else layer.weight.detach()
+
+
+def _per_channel(weight: torch.Tensor) -> Quantized:
+    return absmax_quantize(weight, dim=-1)
+
+
+def by_slices(
+    quantize: Callable[[torch.Tensor], Quantized], weight: torch.Tensor, factors: torch.Tensor | None = None
+) -> Quantized:
+    """Quantises a matrix [out, in], times factors [in], in slices of rows: a float32 copy of it all would be large."""
+    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(len(weight), 1, device=weight.device)
+    step = max(1, SLICE // max(1, weight.shape[-1]))
+    for at in range(0, len(weight), step):
+        rows = weight[at : at + step].detach().float()
+        part = quantize(rows if factors is None else rows * factors)
+        values[at : at + step], scale[at : at + step] = part.values, part.scale
+    return Quantized(values, scale)
