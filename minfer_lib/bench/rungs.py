@@ -72,7 +72,9 @@ RUNNING = 4
 def _llm_engine(
     name: str, label: str, chapter: int, kv_cache: str, *, in_ladder: bool = True, weights: str = ""
 ) -> Rung:
-    return Rung(name, label, "engine.llm_engine:LLMEngine", {"kv_cache": kv_cache}, chapter, in_ladder, weights, "max_num_seqs")
+    return Rung(
+        name, label, "engine.llm_engine:LLMEngine", {"kv_cache": kv_cache}, chapter, in_ladder, weights, "max_num_seqs"
+    )
 
 
 RUNGS: list[Rung] = [
