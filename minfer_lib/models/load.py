@@ -31,6 +31,7 @@ from transformers.utils import cached_file
 from ..errors import DeviceNotAvailable, InvalidParameter, InvalidPrompt, MinferError, one_of
 from . import packaged, shapes, tokenizer
 from .checks import check_causal, check_generates, check_weights, eos_ids, explained, has_softcap, position_limit
+from .hf_compat import supports_logits_to_keep
 from .names import TINY, asked_for, folder_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -88,7 +89,7 @@ class LanguageModel:
         `logits_to_keep` spares the output layer all positions but the last: for a prompt of 512 tokens and a
         vocabulary of 49,152 it would otherwise write 100 MB of logits that nobody reads.
         """
-        if self.model._supports_logits_to_keep():
+        if supports_logits_to_keep(self.model):
             # a tensor of positions, since an integer makes some models drop rows of queries too
             kwargs["logits_to_keep"] = torch.tensor([input_ids.shape[1] - 1], device=input_ids.device)
         with torch.no_grad():

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import InvalidParameter
+from .hf_compat import TorchDispatchMode, cache_argument, storage_key, tree_leaves
 from .load import LanguageModel
 
 GB = 10**9
@@ -110,7 +109,7 @@ def _tensors(model: PreTrainedModel) -> list[torch.Tensor]:
 
 def measured_kv_bytes_per_token(lm: LanguageModel, tokens: int = 16) -> float:
     """Bytes per token that a real prompt of `tokens` tokens leaves in a `KVCache`."""
-    from ..cache.contiguous import KVCache, cache_argument  # of a later chapter
+    from ..cache.contiguous import KVCache  # of a later chapter
 
     cache = KVCache(lm.model.config.get_text_config().num_hidden_layers, max_len=tokens)
     lm.next_token_logits(_some_ids(lm, tokens), use_cache=True, **{cache_argument(lm.model): cache})
@@ -138,17 +137,17 @@ class PeakMemory(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        before = {storage_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in before | self._known:  # a view or an in-place result is not a new allocation
-                    self._add(storage)
+            # views and in-place results allocate nothing
+            if isinstance(tensor, torch.Tensor) and storage_key(tensor) not in before | self._known:
+                self._add(tensor)
         return result
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage_key(tensor), storage.nbytes()
         self._known.add(key)
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
