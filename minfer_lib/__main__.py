@@ -212,7 +212,7 @@ def chat(args: argparse.Namespace) -> int:
     params = sampling(args)
     lm, engine = load(args)
     system, turns = system_message(args.system), []
-    lm.chat([*system, {"role": "user", "content": "Hello"}])  # a model without a template is refused now
+    lm.chat_ids([*system, {"role": "user", "content": "Hello"}])  # a model without a template is refused now
     note(f"{lm.name} through {args.engine}. {CHAT_HELP}")
     while True:
         try:

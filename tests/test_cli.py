@@ -78,7 +78,7 @@ def expected(lm, prompt, **params) -> str:
 
 def test_generate_prints_the_answer_in_the_chat_template_and_nothing_else(lm, run):
     code, out, err = run("generate", "Hello", *TINY, "--max-tokens", "12")
-    assert code == 0 and out == expected(lm, lm.chat("Hello"), max_tokens=12) + "\n"
+    assert code == 0 and out == expected(lm, lm.chat_ids("Hello"), max_tokens=12) + "\n"
     assert "cut off at the longest length" in err and out.strip() not in err
 
 
@@ -88,20 +88,20 @@ def test_raw_text_and_a_system_message(lm, run):
     )
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     said = run("generate", "Hello", *TINY, "--system", "Be brief.", "--max-tokens", "9")[1]
-    assert said == expected(lm, lm.chat(messages), max_tokens=9) + "\n"
+    assert said == expected(lm, lm.chat_ids(messages), max_tokens=9) + "\n"
 
 
 @pytest.mark.parametrize("engine", [rung.name for rung in RUNGS if not rung.weights])
 def test_every_engine_says_the_same(lm, run, engine):
     code, out, _ = run("generate", "Hello", *TINY, "--engine", engine, "--max-tokens", "12")
-    assert code == 0 and out == expected(lm, lm.chat("Hello"), max_tokens=12) + "\n" and len(out) > 5
+    assert code == 0 and out == expected(lm, lm.chat_ids("Hello"), max_tokens=12) + "\n" and len(out) > 5
 
 
 def test_sampling_options_arrive(lm, run):
     options = ["--max-tokens", "10", "--temperature", "0.9", "--top-k", "20", "--top-p", "0.8", "--min-p", "0.01"]
     out = run("generate", "Hello", *TINY, *options, "--seed", "5", "--repetition-penalty", "1.2")[1]
     params = dict(max_tokens=10, temperature=0.9, top_k=20, top_p=0.8, min_p=0.01, seed=5, repetition_penalty=1.2)
-    assert out == expected(lm, lm.chat("Hello"), **params) + "\n"
+    assert out == expected(lm, lm.chat_ids("Hello"), **params) + "\n"
     assert out != run("generate", "Hello", *TINY, *options, "--seed", "6", "--repetition-penalty", "1.2")[1]
 
 
@@ -151,7 +151,7 @@ def test_the_prompt_may_come_from_standard_input(lm, run, monkeypatch, tmp_path)
     with open(tmp_path / "prompt") as file:
         monkeypatch.setattr(sys, "stdin", file)
         out = run("generate", "-", *TINY, "--max-tokens", "6")[1]
-    assert out == expected(lm, lm.chat("From a file"), max_tokens=6) + "\n"
+    assert out == expected(lm, lm.chat_ids("From a file"), max_tokens=6) + "\n"
 
 
 def test_a_model_without_tokenizer_takes_and_gives_ids(lm, run, monkeypatch):
@@ -264,7 +264,7 @@ def test_closed_streams(command, closed, complaint):
 def test_a_closed_standard_error_sends_nothing_to_standard_output(lm, run, monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     code, out, _ = run("generate", "Hello", *TINY, "--max-tokens", "12", "--stats")
-    assert code == 0 and out == expected(lm, lm.chat("Hello"), max_tokens=12) + "\n"
+    assert code == 0 and out == expected(lm, lm.chat_ids("Hello"), max_tokens=12) + "\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["generate"], ["generate", "x", "--engine", "warp"], ["bench"], ["no"]])
@@ -359,16 +359,16 @@ def test_a_chat_remembers_and_forgets(lm, run, typed, with_engine):
     system = {"role": "system", "content": "Be brief."}
     one, two, three = ({"role": "user", "content": text} for text in ("One", "Two", "Three"))
     assert engine.prompts == [
-        lm.chat([system, one]),
-        lm.chat([system, one, {"role": "assistant", "content": answer}, two]),
-        lm.chat([system, three]),
+        lm.chat_ids([system, one]),
+        lm.chat_ids([system, one, {"role": "assistant", "content": answer}, two]),
+        lm.chat_ids([system, three]),
     ]
 
 
 def test_a_chat_ends_with_the_input(lm, run, typed):
     typed("Hello")
     code, out, _ = run("chat", *TINY, "--max-tokens", "12")
-    assert code == 0 and out == expected(lm, lm.chat("Hello"), max_tokens=12) + "\n" and len(out) > 5
+    assert code == 0 and out == expected(lm, lm.chat_ids("Hello"), max_tokens=12) + "\n" and len(out) > 5
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(lm, run, typed, with_engine):
@@ -392,22 +392,22 @@ def test_a_message_that_fails_does_not_end_the_chat(run, typed):
 def test_old_turns_make_room(lm):
     turns = [{"role": role, "content": text * 60} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
     turns.append({"role": "user", "content": "e" * 60})
-    everything = len(lm.chat(turns))
-    assert fitting(lm, [], turns, everything + 10, 10) == (lm.chat(turns), turns)
+    everything = len(lm.chat_ids(turns))
+    assert fitting(lm, [], turns, everything + 10, 10) == (lm.chat_ids(turns), turns)
     system = [{"role": "system", "content": "s"}]
     prompt, kept = fitting(lm, system, turns, everything - 1, 10)
-    assert kept == turns[2:] and prompt == lm.chat(system + kept)
+    assert kept == turns[2:] and prompt == lm.chat_ids(system + kept)
     with pytest.raises(PromptTooLong, match="Send a shorter one"):
         fitting(lm, system, turns, 60, 10)
 
 
 def test_a_chat_says_what_it_forgets(lm, run, typed, with_engine):
     engine = with_engine(some_pieces(lm))
-    engine.max_model_len = len(lm.chat("a" * 200)) + 100
+    engine.max_model_len = len(lm.chat_ids("a" * 200)) + 100
     typed("a" * 200, "b" * 200)
     code, _, err = run("chat", *TINY, "--max-tokens", "50")
     assert code == 0 and "the 2 oldest messages are forgotten" in err
-    assert engine.prompts == [lm.chat("a" * 200), lm.chat("b" * 200)]
+    assert engine.prompts == [lm.chat_ids("a" * 200), lm.chat_ids("b" * 200)]
 
 
 def test_chat_needs_a_template(lm, run, typed, monkeypatch):
@@ -459,7 +459,7 @@ def test_a_quantised_folder_answers_as_the_quantised_model(run, tmp_path):
     assert err.startswith("tiny-random: 14 layers in int8") and "activations 'dynamic'" in err and err.count("\n") == 1
     lm = quantize_int8(load_model("tiny-random", device="cpu"), progress=False)
     said = run("generate", "Hello", "--model", str(tmp_path / "int8"), "--device", "cpu", "--max-tokens", "12")[1]
-    assert said == expected(lm, lm.chat("Hello"), max_tokens=12) + "\n"
+    assert said == expected(lm, lm.chat_ids("Hello"), max_tokens=12) + "\n"
     code, out, _ = run("quantize", str(tmp_path / "int8"), "--model", "tiny-random", "--dtype", "bfloat16")
     assert code == 0 and load_model(tmp_path / "int8", device="cpu").quantization["activations"] == "dynamic"
 
@@ -508,7 +508,7 @@ def test_int8_on_the_command_line_needs_no_second_model(run, monkeypatch):
     monkeypatch.setattr("minfer_lib.bench.cheaper.copied", copied)
     code, out, err = run("generate", "Hello", *TINY, "--engine", "int8", "--max-tokens", "12", "--stats")
     lm = quantize_int8(load_model("tiny-random", device="cpu"), progress=False)
-    assert code == 0 and out == expected(lm, lm.chat("Hello"), max_tokens=12) + "\n" and "(int8: 12 tokens" in err
+    assert code == 0 and out == expected(lm, lm.chat_ids("Hello"), max_tokens=12) + "\n" and "(int8: 12 tokens" in err
 
 
 def test_bitsandbytes_on_the_command_line(run):

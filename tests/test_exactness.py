@@ -190,7 +190,7 @@ def test_the_models_own_generation_config_has_no_say(family: Family, folder: Pat
 @pytest.mark.parametrize("kind", ENGINES)
 def test_smollm2(smollm2: LanguageModel, kind: str):
     short = 6 if kind == "naive" else 16
-    prompts = [smollm2.chat("What is the capital of France?"), smollm2.encode("The three primary colours are")]
+    prompts = [smollm2.chat_ids("What is the capital of France?"), smollm2.encode("The three primary colours are")]
     outputs = ENGINES[kind](smollm2).generate(prompts, SamplingParams(max_tokens=short))
     assert tokens(outputs) == [hf_generate(smollm2, prompt, short, smollm2.eos_ids) for prompt in prompts]
     assert "Paris" in outputs[0].text or kind == "naive"

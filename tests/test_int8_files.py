@@ -155,7 +155,7 @@ def test_a_model_with_a_tokenizer_serves_text_as_before(tmp_path: Path):
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     answers = [CachedEngine(lm).generate("Hello", params)[0] for lm in (made, loaded)]
     assert answers[0].token_ids == answers[1].token_ids and answers[0].text == answers[1].text
-    assert loaded.chat("Hello") == made.chat("Hello")
+    assert loaded.chat_ids("Hello") == made.chat_ids("Hello")
 
 
 @pytest.mark.parametrize("change", ["copied", "used and copied", "sent to bfloat16 and back", "loaded before"])

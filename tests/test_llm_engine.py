@@ -253,7 +253,7 @@ def test_time_limits_by_an_injected_clock(family: Family):
 
 
 def test_smollm2(smollm2: LanguageModel):
-    prompts = [smollm2.chat("What is the capital of France?"), smollm2.encode("The three primary colours are red,")]
+    prompts = [smollm2.chat_ids("What is the capital of France?"), smollm2.encode("The three primary colours are red,")]
     engine = watched(smollm2, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=128)
     stream = engine.stream(prompts[0], SamplingParams(max_tokens=12))
     said = list(next(stream).token_ids)

@@ -59,7 +59,7 @@ def test_a_folder_is_loaded_as_it_was_saved(tiny: LanguageModel, folder: Path):
     assert lm.name == "model" and repr(lm) == "LanguageModel(model, float32 on cpu)"
     assert all(torch.equal(a, b) for a, b in zip(lm.model.parameters(), tiny.model.parameters(), strict=True))
     assert (lm.eos_ids, lm.max_model_len, lm.vocab_size) == (tiny.eos_ids, tiny.max_model_len, tiny.vocab_size)
-    assert lm.encode("né") == tiny.encode("né") and lm.chat("Hi") == tiny.chat("Hi")
+    assert lm.encode("né") == tiny.encode("né") and lm.chat_ids("Hi") == tiny.chat_ids("Hi")
     assert not lm.model.training and not any(p.requires_grad for p in lm.model.parameters())
 
 

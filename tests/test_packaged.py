@@ -126,7 +126,7 @@ def test_converts_once_and_loads_from_then_on(cache: Path, conversions: list[Pat
     assert conversions == [folder] and lm.name == "SmolLM2-135M-Instruct" and lm.vocab_size == 261
     assert lm.eos_ids == frozenset({260}) and lm.tokenizer.eos_token == lm.tokenizer.pad_token == "<|im_end|>"
     assert lm.encode("hi né") == [256, 32, 110, 0xC3, 0xA9] and lm.decode(lm.encode("hi né")) == "hi né"
-    assert lm.decode(lm.chat("hi"), skip_special_tokens=False) == "<|im_start|>hi<|im_end|>"
+    assert lm.decode(lm.chat_ids("hi"), skip_special_tokens=False) == "<|im_start|>hi<|im_end|>"
     output = CachedEngine(lm).generate("hi", SamplingParams(max_tokens=3, ignore_eos=True))[0]
     assert len(output.token_ids) == 3
     again = load_model(dtype="bfloat16")

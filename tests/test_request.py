@@ -106,7 +106,7 @@ def test_text_for_a_model_without_a_tokenizer(without_tokenizer: LanguageModel):
     with pytest.raises(InvalidPrompt, match=r"no tokenizer.*0 to 258"):
         make(without_tokenizer, "hi")
     with pytest.raises(InvalidPrompt, match="no tokenizer"):
-        without_tokenizer.chat("hi")
+        without_tokenizer.chat_ids("hi")
     with pytest.raises(InvalidParameter, match="stop_token_ids"):
         make(without_tokenizer, [1], SamplingParams(stop="a"))
     assert without_tokenizer.decode([104]) == "" and ids_of(make(without_tokenizer, [104])) == [[104]]

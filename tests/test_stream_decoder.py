@@ -96,7 +96,7 @@ def test_pieces_join_on_the_real_tokenizer(smollm2: LanguageModel, name: str):
     ids = smollm2.encode(TEXTS[name])
     assert smollm2.decode(ids) == TEXTS[name]
     check_splits(smollm2.tokenizer, ids)
-    chat = smollm2.chat("Say it.")
+    chat = smollm2.chat_ids("Say it.")
     assert "".join(stream(smollm2.tokenizer, chat, ids)) == TEXTS[name]
 
 
@@ -241,10 +241,10 @@ def test_text_that_is_no_text():
 
 
 def test_chat_template(tiny: LanguageModel):
-    ids = tiny.chat("Hi")
+    ids = tiny.chat_ids("Hi")
     assert tiny.decode(ids, skip_special_tokens=False) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]
-    assert tiny.decode(tiny.chat(messages), False).startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user")
+    assert tiny.decode(tiny.chat_ids(messages), False).startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user")
     assert type(ids) is list and all(type(i) is int for i in ids)
 
 
@@ -261,6 +261,6 @@ def test_chat_that_does_not_fit():
 
 
 def test_smollm2_chat_holds_each_special_token_once(smollm2: LanguageModel):
-    shown = smollm2.decode(smollm2.chat("Hi"), skip_special_tokens=False)
+    shown = smollm2.decode(smollm2.chat_ids("Hi"), skip_special_tokens=False)
     assert shown.count("<|im_start|>") == 3 and shown.endswith("<|im_start|>assistant\n")
     assert smollm2.tokenizer.eos_token_id in smollm2.eos_ids

@@ -37,7 +37,7 @@ def prompt_of(
     has_template = getattr(lm.tokenizer, "chat_template", None) is not None
     if raw or not (chat or system or has_template):
         return text
-    return lm.chat([*system_message(system), {"role": "user", "content": text}])
+    return lm.chat_ids([*system_message(system), {"role": "user", "content": text}])
 
 
 def fitting(
@@ -48,7 +48,7 @@ def fitting(
     Raises `PromptTooLong` if the last message alone leaves no room within `limit` tokens.
     """
     room = min(wanted, limit // 2)
-    while len(prompt := lm.chat(system + turns)) + room > limit and len(turns) > 1:
+    while len(prompt := lm.chat_ids(system + turns)) + room > limit and len(turns) > 1:
         turns = turns[2:]  # a question with its answer
     if len(prompt) >= limit:
         raise PromptTooLong(f"This message takes {len(prompt)} tokens, and the limit is {limit}. Send a shorter one.")

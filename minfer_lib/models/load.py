@@ -79,7 +79,7 @@ class LanguageModel:
         """Text of token ids; empty for a model without a tokenizer."""
         return tokenizer.decode(self.tokenizer, ids, skip_special_tokens) if self.tokenizer is not None else ""
 
-    def chat(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
+    def chat_ids(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of messages in the model's chat template; a string stands for one message of the user."""
         return tokenizer.apply_chat(self._needed_tokenizer(), messages)
 
