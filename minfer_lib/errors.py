@@ -7,7 +7,9 @@ apart; those that report a bad value are `ValueError`s too, since that is what a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -66,3 +68,45 @@ def one_of(names: Sequence[str]) -> str:
     """Names as a readable choice for a message: `a`, `b` or `c`."""
     quoted = [f"`{name}`" for name in names]
     return quoted[0] if len(quoted) == 1 else ", ".join(quoted[:-1]) + " or " + quoted[-1]
+
+
+def shown(value: Any, limit: int = 80) -> str:
+    """A value as a message shows it: its repr on one line, cut where it would bury the sentence around it."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # an integer of more digits than Python writes, an object whose own repr fails
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
+
+
+def must_be(name: str, possible: str, value: Any) -> InvalidParameter:
+    """The error for one value, its name first, so that who has another name for it (a command line) can put it there."""
+    return InvalidParameter(f"{name} must be {possible}; it is {shown(value)}.")
+
+
+def integer(name: str, value: Any, at_least: int | None = None, at_most: int | None = None, *, hint: str = "") -> int:
+    """The value as a Python integer; those of NumPy and torch will do. Raises `InvalidParameter` for anything else."""
+    possible = "an integer"
+    if at_least is not None:
+        possible += f" of {at_least} or more" if at_most is None else f" from {at_least} to {at_most}"
+    possible += f" ({hint})" if hint else ""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # which refuses 3.0 and "3"
+    except TypeError:
+        number = None
+    if number is None or (at_least is not None and number < at_least) or (at_most is not None and number > at_most):
+        raise must_be(name, possible, value)
+    return number
+
+
+def number(
+    name: str, value: Any, possible: str = "a finite number", allowed: Callable[[float], bool] = lambda x: True
+) -> float:
+    """The value as a finite Python float; other libraries' numbers will do. Raises `InvalidParameter` for any other."""
+    try:
+        result = math.nan if isinstance(value, str | bytes | bool) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        result = math.nan
+    if not math.isfinite(result) or not allowed(result):
+        raise must_be(name, possible, value)
+    return result
