@@ -80,7 +80,7 @@ def shown(value: Any, limit: int = 80) -> str:
 
 
 def must_be(name: str, possible: str, value: Any) -> InvalidParameter:
-    """The error for one value, its name first, so that who has another name for it (a command line) can put it there."""
+    """The error for one value. Its name comes first: a command line, where it has another, can put that there."""
     return InvalidParameter(f"{name} must be {possible}; it is {shown(value)}.")
 
 
