@@ -3,28 +3,31 @@
 import ctypes
 import os
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from minfer_lib.attention.batch import PackedBatch
-from minfer_lib.attention.interface import attend_decodes
-from minfer_lib.cache.pool import KVPool
 from minfer_lib.errors import InvalidParameter
-from minfer_lib.kernels import compiled
-from minfer_lib.kernels import compiled_attention as compiled_paged
-from minfer_lib.kernels.compiled_attention import compiled_decode, usable, why_not
+from minfer_lib.kernels import compiled, compiled_attention
+from minfer_lib.kernels.compiled_attention import CALL, compiled_decode, why_not
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a step, relative
-needs_kernel = pytest.mark.skipif(not usable(torch.float32), reason=f"no kernel here: {why_not(torch.float32)}")
+needs_kernel = pytest.mark.skipif(
+    why_not(torch.float32) is not None, reason=f"no kernel here: {why_not(torch.float32)}"
+)
 
 
 @dataclass
 class Case:
-    """What a call needs, in the order of its arguments; blocks lie in any order and some belong to nobody."""
+    """What a call needs, in the order of its arguments.
+
+    Blocks lie in any order and some belong to nobody. The block tables are a slice of a wider table, and a row of them
+    goes on behind its request's blocks with others of the pool.
+    """
 
     query: torch.Tensor
     keys: torch.Tensor
@@ -65,17 +68,19 @@ def make(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     sinks: bool = False,
+    spare: int = 3,
     seed: int = 0,
     **special,
 ) -> Case:
     g = torch.Generator().manual_seed(seed)
     counts = [-(-n // block_size) for n in lengths]
-    blocks = torch.randperm(sum(counts) + 3, generator=g).int()
-    tables = torch.empty(len(lengths), max(counts), dtype=torch.int32)
+    blocks = torch.randperm(sum(counts) + spare, generator=g).int()
+    wide = torch.full((len(lengths), max(counts) + 7), 10**6, dtype=torch.int32)
+    tables = wide[:, : max(counts) + 2]
+    tables.copy_(torch.randint(len(blocks), tables.shape, generator=g))
     begin = 0
     for r, count in enumerate(counts):
         tables[r, :count] = blocks[begin : begin + count]
-        tables[r, count:] = tables[r, count - 1]
         begin += count
     heads, rows = kv_heads * group, len(blocks) * block_size
     query = torch.randn(heads, len(lengths), dim, generator=g).to(dtype).transpose(0, 1)  # as transformers has it
@@ -192,14 +197,30 @@ def test_every_float16_and_bfloat16_is_read_and_written_as_torch_does():
 
 
 @needs_kernel
+@pytest.mark.parametrize("special", [{}, {"window": 60, "softcap": 2.0, "sinks": True}])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_the_engine_computes_with_torch(dtype: torch.dtype):
-    case = make([1, 40, 100, 33], dtype=dtype, dim=64, group=3, kv_heads=3)
-    batch = PackedBatch({}, 16, case.tables.tolist(), [1] * 4, case.lengths.tolist(), torch.zeros(4, dtype=torch.int64))
-    special = {"scale": case.scale, "softcap": None, "sinks": None}
-    wanted = attend_decodes(case.query, KVPool(case.keys, case.values), batch, None, special)
-    # torch rounds the weights to the dtype on the way
-    torch.testing.assert_close(case.run(), wanted, atol=1e-5 + EPS[dtype], rtol=1e-5 + 4 * EPS[dtype])
+def test_slots_are_blocks_of_the_longest_request(dtype: torch.dtype, special: dict):
+    """One block a request, far from each other in a pool whose other rows were never written."""
+    case = make([50, 2048, 1, 700], block_size=2048, spare=40, dtype=dtype, **special)
+    assert int(case.tables[:, 0].max() - case.tables[:, 0].min()) > 20
+    case.tables = case.tables[:, :1]
+    case.keys[~case.own_rows()] = case.values[~case.own_rows()] = torch.nan
+    check(case)
+
+
+@needs_kernel
+@pytest.mark.parametrize("special", [{}, {"sinks": True}, {"window": 5, "softcap": 2.0, "sinks": True}])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_requests_of_length_0_get_zeros(dtype: torch.dtype, special: dict):
+    """As a batch of fixed size has them: their block tables may say anything, and nothing is read."""
+    case = make([300, 40, 1, 20], dtype=dtype, **special)
+    wanted = case.run()
+    for absent in ([0], [1, 2], [3], [0, 1, 2, 3]):
+        lengths, tables = case.lengths.clone(), case.tables.clone()
+        lengths[absent], tables[absent] = 0, -1
+        found = replace(case, lengths=lengths, tables=tables).run()
+        present = [r for r in range(4) if r not in absent]
+        assert (found[absent] == 0).all() and torch.equal(found[present], wanted[present])
 
 
 # -- what it does not depend on ---------------------------------------------------------------------------------------
@@ -230,7 +251,7 @@ def test_block_size_changes_no_bit():
     lengths, g = [300, 17, 64], torch.Generator().manual_seed(0)
     tokens = [torch.randn(2, n, 2, 24, generator=g) for n in lengths]
     query, found = torch.randn(3, 6, 24, generator=g), []
-    for block_size in (1, 2, 7, 16, 64, 512):
+    for block_size in (1, 2, 7, 16, 64, 512, 2048):
         case = make(lengths, dim=24, block_size=block_size)
         case.query = query
         for r, (keys, values) in enumerate(tokens):
@@ -243,8 +264,9 @@ def test_block_size_changes_no_bit():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [33, 64])
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
-def test_rows_that_are_not_a_requests_own_have_no_effect(dtype: torch.dtype, dim: int, garbage: float):
-    case = make([1, 3, 5, 63, 66, 300], dtype=dtype, dim=dim)
+@pytest.mark.parametrize("special", [{}, {"softcap": 2.0, "sinks": True}])
+def test_rows_that_are_not_a_requests_own_have_no_effect(dtype: torch.dtype, dim: int, garbage: float, special: dict):
+    case = make([1, 3, 5, 63, 66, 300], dtype=dtype, dim=dim, **special)
     wanted = case.run()
     case.keys[~case.own_rows()] = garbage
     case.values[~case.own_rows()] = garbage
@@ -292,68 +314,66 @@ def test_keys_that_are_infinite():
 
 
 @needs_kernel
-def test_layouts_of_the_arguments():
+def test_layouts_of_the_arguments(monkeypatch: pytest.MonkeyPatch):
     case = make([5, 40, 70], sinks=True)
     wanted = case.run()
-    wide = torch.zeros(3, 6, 40)
-    wide[..., 1:33:2] = case.query
-    for query in (case.query.contiguous(), wide[..., 1:33:2], case.query.clone().requires_grad_()):
-        assert torch.equal(replace(case, query=query).run(), wanted)
-    broad = torch.full((3, 20), 10**6, dtype=torch.int32)
-    broad[:, : case.tables.shape[1]] = case.tables
-    by_column = case.tables.t().contiguous().t()
-    for tables in (broad, broad[:, : case.tables.shape[1]], by_column):
-        assert torch.equal(replace(case, tables=tables).run(), wanted)
-    lengths = torch.stack([case.lengths, case.lengths * 0], 1)[:, 0]
-    assert torch.equal(replace(case, lengths=lengths).run(), wanted)
-    none = case.of([])
-    assert none.run().shape == (0, 6, 16)
-    mixed = replace(case, query=case.query.bfloat16())  # a query may be of another dtype than the pools
-    check(mixed)
+    apart = torch.zeros(3, 6, 40)
+    apart[..., 1:33:2] = case.query  # not even the numbers of a head side by side
+    assert torch.equal(replace(case, query=apart[..., 1:33:2]).run(), wanted)
+    assert case.of([]).run().shape == (0, 6, 16)
+    check(replace(case, query=case.query.bfloat16()))  # a query may be of another dtype than the pools
+
+    wide = torch.zeros(5, 9, 24)
+    wide[:3, 2:8, :16] = case.query
+    lengths = torch.tensor([99, 99, *case.lengths.tolist(), 99], dtype=torch.int32)
+    same = replace(case, lengths=lengths[2:5])
+    queries = (case.query, wide[:3, 2:8, :16], case.query.contiguous().requires_grad_())
+    assert not case.query.is_contiguous() and not case.tables.is_contiguous()
+    for copy in ("contiguous", "clone"):  # strides are honoured as they are
+        monkeypatch.setattr(torch.Tensor, copy, None)
+    assert all(torch.equal(replace(same, query=query).run(), wanted) for query in queries)
 
 
 # -- what it refuses --------------------------------------------------------------------------------------------------
+
+
+FITS = "it takes query"
 
 
 @needs_kernel
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"keys": torch.zeros(96, 2, 15)}, "do not fit together"),
-        ({"values": torch.zeros(95, 2, 16)}, "do not fit together"),
-        ({"keys": torch.zeros(90, 2, 16), "values": torch.zeros(90, 2, 16)}, "do not fit together"),
-        ({"keys": torch.zeros(96, 4, 16), "values": torch.zeros(96, 4, 16)}, "do not fit together"),
-        ({"keys": torch.zeros(96, 16)}, "do not fit together"),
-        ({"query": torch.zeros(6, 16)}, "do not fit together"),
-        ({"query": torch.zeros(2, 6, 16, dtype=torch.float64)}, "query is torch.float64"),
-        ({"values": torch.zeros(96, 2, 16).half()}, "keys and values must have the same dtype"),
-        ({"keys": torch.zeros(2, 96, 16).transpose(0, 1)}, "not contiguous"),
+        ({"keys": torch.zeros(96, 2, 15)}, FITS),
+        ({"values": torch.zeros(95, 2, 16)}, FITS),
+        ({"keys": torch.zeros(96, 4, 16), "values": torch.zeros(96, 4, 16)}, FITS),
+        ({"keys": torch.zeros(96, 16)}, FITS),
+        ({"query": torch.zeros(6, 16)}, FITS),
+        ({"query": torch.zeros(2, 6, 16, dtype=torch.float64)}, FITS),
+        ({"query": torch.zeros(2, 6, 16, device="meta")}, FITS),
+        ({"values": torch.zeros(96, 2, 16).half()}, FITS),
+        ({"keys": torch.zeros(2, 96, 16).transpose(0, 1)}, FITS),
         ({"keys": torch.zeros(96, 2, 16, dtype=torch.float64)}, "the kernel reads `float32`, `bfloat16` or `float16`"),
-        ({"tables": torch.zeros(2, 3, dtype=torch.int64)}, "both must be torch.int32"),
-        ({"tables": torch.zeros(3, 3, dtype=torch.int32)}, "do not fit together"),
-        ({"lengths": torch.ones(2)}, "both must be torch.int32"),
-        ({"lengths": torch.ones(3, dtype=torch.int32)}, "do not fit together"),
-        ({"lengths": [1, 1]}, "kv_lens is on list"),
-        ({"query": torch.zeros(2, 6, 16, device="meta")}, "query is on meta"),
-        ({"lengths": torch.tensor([0, 5], dtype=torch.int32)}, "kv_lens from 0 to 5 are not possible"),
+        ({"tables": torch.zeros(2, 3, dtype=torch.int64)}, FITS),
+        ({"tables": torch.zeros(3, 3, dtype=torch.int32)}, FITS),
+        ({"tables": torch.zeros(3, 2, dtype=torch.int32).T}, FITS),
+        ({"lengths": torch.ones(2)}, FITS),
+        ({"lengths": torch.ones(3, dtype=torch.int32)}, FITS),
+        ({"lengths": torch.ones(2, 2, dtype=torch.int32)[:, 0]}, FITS),
+        ({"special": {"sinks": torch.zeros(5)}}, FITS),
         ({"lengths": torch.tensor([-1, 5], dtype=torch.int32)}, "kv_lens from -1"),
-        ({"lengths": torch.tensor([5, 49], dtype=torch.int32)}, "has 1 to 48"),
+        ({"lengths": torch.tensor([5, 49], dtype=torch.int32)}, "has 0 to 48"),
+        ({"keys": torch.zeros(90, 2, 16), "values": torch.zeros(90, 2, 16)}, "blocks from 0 to 5: .* 0 to 4"),
         ({"tables": torch.tensor([[0, 0, 0], [1, 6, 0]], dtype=torch.int32)}, "blocks from 0 to 6: .* 0 to 5"),
         ({"tables": torch.tensor([[-1, 0, 0], [1, 2, 0]], dtype=torch.int32)}, "blocks from -1 to 2"),
-        ({"block_size": 0}, "block_size=0"),
-        ({"block_size": -16}, "block_size=-16"),
-        ({"block_size": None}, "block_size=None"),
-        ({"special": {"window": 0}}, "window=0"),
-        ({"special": {"softcap": 0.0}}, "softcap=0.0"),
-        ({"special": {"softcap": -1.0}}, "softcap=-1.0"),
-        ({"special": {"sinks": torch.zeros(5)}}, r"sinks \[5\]"),
     ],
 )
 def test_arguments_that_do_not_fit(change: dict, message: str):
+    """What would be read beyond its end."""
     case = make([7, 40])
     assert len(case.keys) == 112  # 7 blocks
     case.keys, case.values = case.keys[:96], case.values[:96]
-    case.tables = torch.tensor([[0, 0, 0], [1, 2, 3]], dtype=torch.int32)
+    case.tables = torch.tensor([[0, 0, 0], [1, 2, 5]], dtype=torch.int32)
     case.run()
     with pytest.raises(InvalidParameter, match=message):
         replace(case, **change).run()
@@ -361,35 +381,114 @@ def test_arguments_that_do_not_fit(change: dict, message: str):
 
 def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MINFER_CC", "")
-    for module, name in ((compiled, "library"), (compiled_paged, "_function"), (compiled_paged, "why_not")):
+    for module, name in ((compiled, "library"), (compiled_attention, "_function"), (compiled_attention, "why_not")):
         monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)  # as in a process that begins
-    assert compiled_paged.why_not(torch.float32) == "MINFER_CC is empty" and not compiled_paged.usable(torch.float32)
-    with pytest.raises(InvalidParameter, match=r"not possible here: MINFER_CC is empty.*attend_decodes"):
+    assert compiled_attention.why_not(torch.float32) == "MINFER_CC is empty"
+    with pytest.raises(InvalidParameter, match=r"cannot run over torch.float32 here: MINFER_CC is empty"):
         make([5]).run()
 
 
 def test_other_dtypes_are_not_usable():
-    assert not usable(torch.float64) and "`float16`" in why_not(torch.float64)
+    assert "`float16`" in why_not(torch.float64)
+
+
+# -- what the kernel's check of itself refuses ------------------------------------------------------------------------
+
+
+def refused(function: Callable[[bytes], int], monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The dtypes for which the kernel would not be used."""
+    monkeypatch.setattr(compiled_attention, "_function", lambda: function)
+    reasons = {dtype: why_not.__wrapped__(dtype) for dtype in DTYPES}
+    assert set(reasons.values()) <= {None, "its results are wrong on this CPU"}
+    return [dtype for dtype in DTYPES if reasons[dtype]]
+
+
+FIELDS = "query keys values out tables lengths sinks requests heads kv_heads key_dim value_dim query_step head_step"
+FIELDS = f"{FIELDS} table_step table_width blocks block_size window scale softcap query_kind pool_kind".split()
 
 
 @needs_kernel
-def test_a_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch):
-    right = compiled_paged._function()
-    monkeypatch.setattr(compiled_paged, "_function", lambda: lambda call: 0)  # leaves the result as it was
-    monkeypatch.setattr(torch, "empty", torch.zeros)
-    assert why_not.__wrapped__(torch.float32) == "its results are wrong on this processor"
-    monkeypatch.setattr(compiled_paged, "_function", lambda: right)
-    assert why_not.__wrapped__(torch.float32) is None
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda call: call | {"requests": 0},  # writes nothing, and what was there before may be right by chance
+        lambda call: call | {"requests": call["requests"] - 1},
+        lambda call: call | {"sinks": None},
+        lambda call: call | {"softcap": 0.0},
+        lambda call: call | {"softcap": call["softcap"] * 1.0001},
+        lambda call: call | {"scale": call["scale"] * 1.0001},
+        lambda call: call | {"window": call["window"] + 1},
+        lambda call: call | {"window": call["window"] - 1},
+        lambda call: call | {"head_step": 0},
+        lambda call: call | {"table_step": 0},
+        lambda call: call | {"keys": call["values"]},
+        lambda call: call | {"values": call["values"] + 4},
+    ],
+)
+def test_a_kernel_that_reads_its_arguments_wrongly_is_not_used(change: Callable, monkeypatch: pytest.MonkeyPatch):
+    right = compiled_attention._function()
+
+    def wrong(call: bytes) -> int:
+        changed = change(dict(zip(FIELDS, CALL.unpack(call), strict=True)))
+        return right(CALL.pack(*(value or 0 for value in changed.values())))
+
+    assert refused(right, monkeypatch) == []
+    assert refused(wrong, monkeypatch) == DTYPES
 
 
 @needs_kernel
-@pytest.mark.parametrize("options", [["-O1"], ["-O1", "-march=native", "-mno-f16c"]])
-def test_processors_with_less(options: list[str], tmp_path: Path):
+def test_a_kernel_whose_numbers_are_all_a_little_off_is_not_used(monkeypatch: pytest.MonkeyPatch):
+    """By one in the last digit of a half precision, and in float32 by what no order of the sums explains."""
+    right = compiled_attention._function()
+
+    def wrong(call: bytes) -> int:
+        code, fields = right(call), dict(zip(FIELDS, CALL.unpack(call), strict=True))
+        count, single = fields["requests"] * fields["heads"] * fields["value_dim"], fields["query_kind"] == 0
+        numbers = ((ctypes.c_float if single else ctypes.c_int16) * count).from_address(fields["out"])
+        for i in range(count):
+            numbers[i] += 1e-5 if single else 1
+        return code
+
+    assert refused(wrong, monkeypatch) == DTYPES
+
+
+def build(source: str, options: list[str], folder: Path) -> Callable[[bytes], int]:
+    (folder / "paged_decode.c").write_text(source)
+    command = [os.environ.get("MINFER_CC", "cc"), *compiled.COMMON, "-O1", *options, "-shared", "paged_decode.c", "-lm"]
+    subprocess.run([*command, "-o", "paged_decode.so"], cwd=folder, check=True, capture_output=True)
+    return ctypes.CDLL(str(folder / "paged_decode.so")).paged_decode
+
+
+SOURCE = (Path(compiled_attention.__file__).parent / "c" / "paged_decode.c").read_text(encoding="utf-8")
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("line", "wrong", "dtypes"),
+    [
+        ("products(kind, 1, query, key_dim, key", "products(kind, 1, query, key_dim - LANES, key", DTYPES),
+        ("products(kind, 2, query, key_dim, key", "products(kind, 2, query, key_dim - LANES, key", DTYPES),
+        ("heads, 2, weights, shrink, value, count,", "heads, 2, weights, shrink, value, count - 1,", DTYPES),
+        ("s[h][c] = floats_at(sums + h * padded(dim) + i + c * LANES) * shrink[h]", "s[h][c] = all(0)", DTYPES),
+        ("(size_t)((end - i) * size_of(kind))", "(size_t)((end - i - 1) * size_of(kind))", DTYPES),
+        ("s->total = s->total * a + t->total * b", "s->total = s->total + t->total * b", DTYPES),
+        ("bits + 0x7fffu + (bits >> 16 & 1)", "bits", [torch.bfloat16]),
+        ("+ 0xfffu + (size >> 13 & 1)", "", [torch.float16]),
+    ],
+)  # fmt: skip
+def test_a_kernel_that_a_compiler_got_wrong_is_not_used(
+    line: str, wrong: str, dtypes: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On a path that only some head sizes, groups, lengths or dtypes take."""
+    assert SOURCE.count(line) == 1
+    assert refused(build(SOURCE.replace(line, wrong), [], tmp_path), monkeypatch) == dtypes
+
+
+@needs_kernel
+@pytest.mark.parametrize("options", [[], ["-march=native", "-mno-f16c"]])
+def test_cpus_with_less(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Narrower vectors, and no instruction for float16: what this machine has, switched off for the compiler."""
-    source, made = Path(compiled_paged.__file__).with_name("paged_decode.c"), tmp_path / "paged_decode.so"
-    command = [os.environ.get("MINFER_CC", "cc"), *compiled.COMMON, *options, "-shared", str(source), "-o", str(made)]
+    command = [os.environ.get("MINFER_CC", "cc"), *options, "-E", "-x", "c", os.devnull]
     if subprocess.run(command, capture_output=True).returncode != 0:
         pytest.skip(f"the compiler does not know {options}")
-    function = ctypes.CDLL(str(made)).paged_decode
-    for dtype in DTYPES:
-        assert compiled_paged._problem(function, dtype) is None
+    assert refused(build(SOURCE, options, tmp_path), monkeypatch) == []

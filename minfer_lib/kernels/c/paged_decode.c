@@ -1,14 +1,15 @@
-/* Attention of decoding requests over a paged cache, for processors.
+/* Attention of decoding requests over a paged cache, for CPUs.
 
    Every request has one new token; its query heads attend to all keys of the request so far. Where these lie, the
    request's block table says: position p is row table[p / block_size] * block_size + p % block_size of the pool.
-   Rows are read where they lie, once, and rows behind a request's length never.
+   Rows are read where they lie, once, and rows behind a request's length never. A slot of the contiguous cache is a
+   block as long as the longest request. A request of length 0, as a batch of fixed size has them, gets zeros.
 
    A piece of work is up to PIECE tokens of one request for one key head, with all query heads that share it. Within a
    piece, TILE tokens at a time: scores, softmax so far, weighted sum of the values. Pieces depend on a request's length
    alone, not on threads or other requests, and so does every bit of its result.
 
-   Compiled when the library needs it (see compiled.py), for the processor it runs on. */
+   Compiled when the library needs it (see compiled.py), for the CPU it runs on. */
 
 #include <math.h>
 #include <stdint.h>
@@ -375,7 +376,8 @@ static void finish(const call *c, int64_t request, int64_t head, float *part, in
             s->peak = peak;
         }
         const int64_t to = (request * c->heads + head * group + h) * c->value_dim;
-        for (int64_t i = 0; i < c->value_dim; i++) write(c->out, c->query_kind, to + i, sums[i] / s->total);
+        const float total = c->lengths[request] ? s->total : 1.0f;
+        for (int64_t i = 0; i < c->value_dim; i++) write(c->out, c->query_kind, to + i, sums[i] / total);
     }
 }
 
@@ -391,12 +393,13 @@ static int plan(const call *c, int64_t *pieces, int64_t *tokens) {
     pieces[0] = *tokens = 0;
     for (int64_t r = 0; r < c->requests; r++) {
         const int64_t length = c->lengths[r], begin = first_seen(c, r);
-        if (length < 1 || length > c->table_width * c->block_size) return WRONG_LENGTH;
+        if (length < 0 || length > c->table_width * c->block_size) return WRONG_LENGTH;
         for (int64_t b = begin / c->block_size; b * c->block_size < length; b++) {
             const int32_t block = c->tables[r * c->table_step + b];
             if (block < 0 || block >= c->blocks) return WRONG_BLOCK;
         }
-        pieces[r + 1] = pieces[r] + (length - begin + PIECE - 1) / PIECE;
+        const int64_t count = (length - begin + PIECE - 1) / PIECE;
+        pieces[r + 1] = pieces[r] + (count ? count : 1);  /* one of no tokens, so that zeros are written */
         *tokens += length - begin;
     }
     return DONE;
