@@ -13,7 +13,7 @@ check_versions()  # here too, since who imports this module by its path has not 
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class LanguageModel:
     device: torch.device
     dtype: torch.dtype
     quantization: dict[str, Any] | None = None
+    packed_support: Any = field(default=None, repr=False)  # what `attention.support` found out, once for all engines
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> LanguageModel:
