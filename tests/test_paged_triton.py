@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ if not HERE:
         assert " passed" in done.stdout
 
     @pytest.mark.parametrize("dim", [64, 128, 256])
-    def test_a_step_waits_for_the_matrix_units_of_hopper(dim):
+    def test_a_step_waits_for_the_tensor_cores_of_hopper(dim):
         """Compiled for an H100 without one: each product is waited for before anything else is done.
 
         Hopper's matrix instruction runs on while the threads go on, and may still read its left operand, the softmax
@@ -45,8 +47,8 @@ if not HERE:
         from minfer_lib.kernels.triton.paged_plan import plan_prefill
 
         plan = plan_prefill(dim, dim, 2, 227 * 1024)
-        pointers = dict.fromkeys(("query_ptr", "keys_ptr", "values_ptr", "out_ptr"), "*bf16")
-        pointers |= dict.fromkeys(("tables_ptr", "lens_ptr", "starts_ptr"), "*i32")
+        aligned = ("query_ptr", "keys_ptr", "values_ptr", "out_ptr")
+        pointers = dict.fromkeys(aligned, "*bf16") | dict.fromkeys(("tables_ptr", "lens_ptr", "starts_ptr"), "*i32")
         constants = dict(KV_HEADS=4, GROUP=7, BLOCK_SIZE=16, KEY_DIM=dim, VALUE_DIM=dim, PADDED_KEY=dim)
         constants |= dict(PADDED_VALUE=dim, ROWS=plan.rows, TILE=plan.tile, CAPPED=False, SINKS=False, sinks_ptr=None)
         constants |= dict(DOT_DTYPE=bfloat16, ASYNCHRONOUS=True)
@@ -56,7 +58,7 @@ if not HERE:
             fn=prefill_kernel,
             signature=types | dict.fromkeys(constants, "constexpr"),
             constexprs={(names.index(name),): value for name, value in constants.items()},
-            attrs={(names.index(n),): [["tt.divisibility", 16]] for n in (*pointers, "token_stride", "head_stride")},
+            attrs={(names.index(n),): [["tt.divisibility", 16]] for n in (*aligned, "token_stride", "head_stride")},
         )
         options = {"num_warps": plan.warps, "num_stages": plan.stages}
         compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -69,28 +71,33 @@ if not HERE:
 
 else:
     from minfer_lib.errors import InvalidParameter
+    from minfer_lib.kernels.triton import device
     from minfer_lib.kernels.triton import paged_attention as kernels
-    from minfer_lib.kernels.triton.paged_attention import paged_decode, paged_prefill, plan_splits
+    from minfer_lib.kernels.triton.device import GPU, gpu_of
+    from minfer_lib.kernels.triton.paged_attention import paged_decode, paged_prefill
+    from minfer_lib.kernels.triton.paged_plan import plan_decode, plan_prefill, plan_splits
 
     # What rounding to a dtype may change, relatively; Triton's interpreter cuts float32 off to bfloat16 instead.
     EPS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8 if DEVICE == "cuda" else 2.0**-7}
 
     class Case:
-        """Requests of given lengths with new tokens each, in a pool of which all that belongs to nobody is NaN.
+        """Requests of given lengths with new tokens each, in a pool where every row that was not written is NaN.
 
-        The blocks are handed out in random order; `shared` first blocks belong to all requests.
+        The blocks are handed out in random order; `shared` first blocks belong to all requests. The block tables are a
+        slice of a wider table, and a row of them goes on behind its request's blocks with others of the pool.
         """
 
         def __init__(
             self, lens, new=None, *, heads=4, kv_heads=2, dim=32, value_dim=None, block_size=16, dtype=torch.float32,
-            shared=0, seed=0, size=1.0,
+            shared=0, spare=3, seed=0, size=1.0,
         ):  # fmt: skip
             g = torch.Generator().manual_seed(seed)
             self.lens, self.new, self.block_size = list(lens), list(new or [1] * len(lens)), block_size
             value_dim = value_dim or dim
             widths = [max(1, -(-n // block_size)) for n in lens]
-            blocks = torch.randperm(2 * sum(widths) + 3, generator=g).tolist()
-            keys = torch.full(((2 * sum(widths) + 3) * block_size, kv_heads, dim), torch.nan)
+            blocks = torch.randperm(2 * sum(widths) + spare, generator=g).tolist()
+            keys = torch.full((len(blocks) * block_size, kv_heads, dim), torch.nan)
+            wide = torch.randint(len(blocks), (len(lens), max(widths) + 6), generator=g)
             values = torch.full((len(keys), kv_heads, value_dim), torch.nan)
             common = [blocks.pop() for _ in range(shared)]
             tables = [common + [blocks.pop() for _ in range(width - shared)] for width in widths]
@@ -103,12 +110,11 @@ else:
                 values[rows] = torch.randn(len(rows), kv_heads, value_dim, generator=g)
             query = torch.randn(sum(self.new), heads, dim, generator=g)
             self.query, self.keys, self.values = (part.to(dtype).to(DEVICE) for part in (query, keys, values))
-            width = max(widths) + 1
-            self.tables = torch.tensor(
-                [t + t[-1:] * (width - len(t)) for t in tables], dtype=torch.int32, device=DEVICE
-            )
+            for row, table in zip(wide, tables, strict=True):
+                row[: len(table)] = torch.tensor(table)
+            self.tables = wide.int().to(DEVICE)[:, : max(widths) + 1]
             self.kv_lens = torch.tensor(self.lens, dtype=torch.int32, device=DEVICE)
-            self.q_starts = torch.tensor([0, *self.new], device=DEVICE).cumsum(0).int()
+            self.starts = torch.tensor([0, *self.new], device=DEVICE).cumsum(0).int()
             self.scale = dim**-0.5
 
         def reference(self, window=None, softcap=None, sinks=None):
@@ -132,14 +138,21 @@ else:
             return torch.stack(outs), highest
 
         def decode(self, splits=None, **special):
-            return paged_decode(
-                self.query, self.keys, self.values, self.tables, self.kv_lens, block_size=self.block_size,
-                longest=max(self.lens), scale=self.scale, splits=splits, **special,
-            )  # fmt: skip
+            """splits: parts to cut the longest request into, instead of what `plan_splits` says."""
+
+            def plan(requests, kv_heads, longest, sms):
+                keys = -(-longest // splits)
+                return -(-longest // keys), keys
+
+            with mock.patch.object(kernels, "plan_splits", plan if splits else plan_splits):
+                return paged_decode(
+                    self.query, self.keys, self.values, self.tables, self.kv_lens, block_size=self.block_size,
+                    longest=max(self.lens), scale=self.scale, **special,
+                )  # fmt: skip
 
         def prefill(self, **special):
             return paged_prefill(
-                self.query, self.keys, self.values, self.tables, self.kv_lens, self.q_starts,
+                self.query, self.keys, self.values, self.tables, self.kv_lens, self.starts,
                 block_size=self.block_size, most_new=max(self.new), scale=self.scale, **special,
             )  # fmt: skip
 
@@ -174,10 +187,7 @@ else:
     def small_tiles(monkeypatch):
         """Where Python runs the kernels, tiles of a few keys: short contexts take several of them, too."""
         if DEVICE == "cpu":
-            monkeypatch.setattr(kernels, "_device", lambda device: (1, 20 * 1024, False))
-        kernels._options.cache_clear()
-        yield
-        kernels._options.cache_clear()
+            monkeypatch.setattr(kernels, "gpu_of", lambda device: GPU(1, 20 * 1024, hopper=False))
 
     @pytest.mark.parametrize("splits", [1, 3])
     @pytest.mark.parametrize("block_size", [1, 2, 7, 16, 64, 100])
@@ -222,6 +232,19 @@ else:
         special = special_of(special, 6)
         assert_right(case.prefill(**special), case, **special)
 
+    @pytest.mark.parametrize("special, dtype", ASKED)
+    def test_slots_are_blocks_of_the_longest_request(special, dtype):
+        """One block a request, far from each other in a pool whose other rows were never written."""
+        special = special_of(special, 4)
+        case = Case([50, 2048, 1, 70], block_size=2048, spare=40, dtype=dtype)
+        assert int(case.tables[:, 0].max() - case.tables[:, 0].min()) > 10
+        case.tables = case.tables[:, :1]
+        for splits in (1, 3):
+            assert_right(case.decode(splits, **special), case, **special)
+        case = Case([50, 100, 1, 70], [50, 3, 1, 20], block_size=2048, spare=40, dtype=dtype)
+        case.tables = case.tables[:, :1]
+        assert_right(case.prefill(**special), case, **special)
+
     def test_blocks_that_requests_share():
         case = Case([40, 37, 64], [5, 1, 20], block_size=16, shared=2)
         assert torch.equal(case.tables[:, :2], case.tables[:1, :2].expand(3, -1))
@@ -241,6 +264,7 @@ else:
             assert_right(case.decode(splits, window=window), case, window=window)
         case = Case([16, 17, 90], [16, 1, 20], block_size=16)
         for rows, new in zip(case.rows, case.new, strict=True):
+            case.keys[rows[: max(0, len(rows) - new + 1 - window)]] = torch.nan
             case.values[rows[: max(0, len(rows) - new + 1 - window)]] = torch.nan
         assert_right(case.prefill(window=window), case, window=window)
 
@@ -260,45 +284,52 @@ else:
     def test_a_longer_request_elsewhere_changes_nothing():
         """`longest` and the number of requests may be larger than one's own: the same numbers but for rounding."""
         case = Case([30, 300])
-        alone = paged_decode(
-            case.query[:1], case.keys, case.values, case.tables[:1], case.kv_lens[:1], block_size=16, longest=30,
-            scale=case.scale,
-        )  # fmt: skip
-        torch.testing.assert_close(case.decode(8)[:1], alone, rtol=1e-5, atol=1e-6)
+        right = case.decode(8)[:1]
+        case.query, case.tables, case.kv_lens, case.lens = case.query[:1], case.tables[:1], case.kv_lens[:1], [30]
+        torch.testing.assert_close(right, case.decode(), rtol=1e-5, atol=1e-6)
 
-    def test_empty_batches_and_requests():
-        """A row of length 0, as a batch of fixed size has them, gives zeros; a batch of none gives none."""
+    @pytest.mark.parametrize("splits", [1, 3])
+    @pytest.mark.parametrize("special", SPECIAL)
+    def test_requests_of_length_0_get_zeros(special, splits):
+        """As a batch of fixed size has them: their block tables may say anything, and nothing is read."""
+        special = special_of(special, 4)
+        case = Case([20, 40, 1])
+        right = case.decode(splits, **special)
+        for absent in ([0], [1, 2], [0, 1, 2]):
+            lens, tables = case.kv_lens, case.tables
+            case.kv_lens, case.tables = lens.clone(), tables.clone()
+            case.kv_lens[absent], case.tables[absent] = 0, -1
+            out = case.decode(splits, **special)
+            present = [r for r in range(3) if r not in absent]
+            assert bool((out[absent] == 0).all()) and torch.equal(out[present], right[present])
+            case.kv_lens, case.tables = lens, tables
+
+    def test_empty_batches():
         case = Case([20, 40])
-        case.kv_lens[0] = 0
-        for splits in (1, 3):
-            out = case.decode(splits)
-            assert bool((out[0] == 0).all()) and bool((out[1] != 0).any())
-        assert paged_decode(
-            case.query[:0],
-            case.keys,
-            case.values,
-            case.tables[:0],
-            case.kv_lens[:0],
-            block_size=16,
-            longest=0,
-            scale=1.0,
-        ).shape == (0, 4, 32)
-        assert paged_prefill(
-            case.query[:0], case.keys, case.values, case.tables[:0], case.kv_lens[:0], case.q_starts[:1], block_size=16,
-            most_new=0, scale=1.0,
-        ).shape == (0, 4, 32)  # fmt: skip
+        case.query, case.tables, case.kv_lens, case.starts = (
+            case.query[:0], case.tables[:0], case.kv_lens[:0], case.starts[:1]
+        )  # fmt: skip
+        assert case.decode().shape == case.prefill().shape == (0, 4, 32)
 
-    def test_strided_queries_and_tables():
-        case = Case([30, 20, 40], [10, 1, 20], heads=6)
+    def test_parts_of_a_batch_and_their_strides(monkeypatch):
+        """As the engine passes them: decoding requests first, then chunks, one persistent table, nothing copied."""
+        case = Case([30, 20, 40, 60], [1, 1, 20, 3], heads=6)
         right = case.prefill()
-        case.query = (
-            case.query.transpose(0, 1).contiguous().transpose(0, 1)
-        )  # [heads, T, dim] beneath, as models have it
-        wide = torch.full((3, 20), -1, dtype=torch.int32, device=DEVICE)
-        wide[:, : case.tables.shape[1]] = case.tables
-        case.tables = wide[:, : case.tables.shape[1]]
-        assert not case.query.is_contiguous() and not case.tables.is_contiguous()
-        assert torch.equal(case.prefill(), right)
+        heads_first = case.query.transpose(0, 1).contiguous().transpose(0, 1)  # as models have it
+        starts = case.starts[2:] - 2
+        assert not heads_first.is_contiguous() and not case.tables.is_contiguous()
+        shared = dict(block_size=16, scale=case.scale)
+        with monkeypatch.context() as patch:
+            if DEVICE == "cuda":  # the interpreter makes copies of its own
+                patch.setattr(torch.Tensor, "contiguous", None)
+                patch.setattr(torch.Tensor, "clone", None)
+            pools = (case.keys, case.values)
+            decoded = paged_decode(heads_first[:2], *pools, case.tables[:2], case.kv_lens[:2], longest=30, **shared)
+            chunks = paged_prefill(
+                heads_first[2:], *pools, case.tables[2:], case.kv_lens[2:], starts, most_new=20, **shared
+            )
+        torch.testing.assert_close(decoded, right[:2], rtol=1e-5, atol=1e-6)
+        assert torch.equal(chunks, right[2:])
         case.query = case.query.transpose(1, 2).contiguous().transpose(1, 2)  # not even a head's numbers side by side
         assert torch.equal(case.prefill(), right)
 
@@ -317,67 +348,75 @@ else:
         for old, now in zip(before, (case.query, case.keys, case.values, case.tables), strict=True):
             assert torch.equal(old.nan_to_num(7.0), now.nan_to_num(7.0))
 
-    @pytest.mark.parametrize("processors", [1, 10, 132])
-    def test_splits_cover_every_context(processors):
+    @pytest.mark.parametrize("sms", [1, 10, 132])
+    def test_splits_cover_every_context(sms):
         for requests in (1, 2, 7, 64, 300):
             for kv_heads in (1, 4, 32):
                 for longest in (1, 63, 64, 65, 500, 2048, 8191, 131072):
-                    splits, keys = plan_splits(requests, kv_heads, longest, processors)
+                    splits, keys = plan_splits(requests, kv_heads, longest, sms)
                     assert (splits - 1) * keys < longest <= splits * keys and keys >= 1
-                    if requests * kv_heads >= 8 * processors and longest <= 2048:
+                    if requests * kv_heads >= 8 * sms and longest <= 2048:
                         assert splits == 1  # enough programs without
 
     @pytest.mark.parametrize("memory", [64 * 1024, 99 * 1024, 227 * 1024])
     @pytest.mark.parametrize("itemsize", [2, 4])
     def test_plans_fit_the_gpu(itemsize, memory):
         for key_dim, value_dim in ((16, 16), (64, 64), (128, 128), (256, 128), (256, 256)):
-            plans = [kernels.plan_decode(group, key_dim, value_dim, itemsize, memory) for group in (1, 7, 16, 71)]
-            for plan in (*plans, kernels.plan_prefill(key_dim, value_dim, itemsize, memory)):
+            plans = [plan_decode(group, key_dim, value_dim, itemsize, memory) for group in (1, 7, 16, 71)]
+            for plan in (*plans, plan_prefill(key_dim, value_dim, itemsize, memory)):
                 assert plan.tile >= 16 and plan.rows >= 16 and plan.stages >= 1
                 tiles = plan.tile * plan.stages * (key_dim + value_dim) * itemsize
                 assert tiles + plan.rows * key_dim * itemsize < memory
 
     @pytest.mark.parametrize(
-        "change, says",
+        "hip, major, hopper", [(None, 9, True), (None, 8, False), (None, 10, False), ("6.4.2", 9, False)]
+    )
+    def test_a_hopper_is_one_of_nvidias(hip, major, hopper, monkeypatch):
+        """ROCm reports major 9 for AMD's gfx90a and gfx942, which have neither its instructions nor its copy engine."""
+        properties = SimpleNamespace(multi_processor_count=104, shared_memory_per_block_optin=65536, major=major)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(device, "INTERPRETED", False)
+        gpu = gpu_of.__wrapped__(torch.device("cuda", 0))
+        assert gpu == GPU(sms=104, shared_memory=65536, hopper=hopper)
+        assert gpu.multiplies_asynchronously(torch.bfloat16, 64, 4) == hopper
+        for dtype, rows, warps in ((torch.float32, 64, 4), (torch.float16, 32, 4), (torch.float16, 64, 2)):
+            assert not gpu.multiplies_asynchronously(dtype, rows, warps)
+
+    @pytest.mark.parametrize(
+        "change",
         [
-            (dict(query=lambda t: t.double()), "float64"),
-            (dict(keys=lambda t: t.half()), "float16"),
-            (dict(query=lambda t: t[0]), r"\(4, 32\)"),
-            (dict(query=lambda t: t[:, :3]), r"\(2, 3, 32\)"),
-            (dict(values=lambda t: t[:-1]), "kv_heads"),
-            (dict(keys=lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)), "contiguous"),
-            (dict(block_tables=lambda t: t.long()), "int64"),
-            (dict(kv_lens=lambda t: t[:1]), r"\(1,\)"),
-            (dict(kv_lens=lambda t: t.to("meta")), "meta"),
-            (dict(sinks=torch.zeros(3, device=DEVICE)), r"\(3,\)"),
-            (dict(block_size=0), "block_size 0"),
-            (dict(window=0), "window 0"),
-            (dict(softcap=0.0), "softcap 0.0"),
+            dict(query=lambda t: t.double()),
+            dict(query=lambda t: t[0]),
+            dict(query=lambda t: t[:, :3]),
+            dict(keys=lambda t: t.half()),
+            dict(keys=lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)),
+            dict(keys=lambda t: t[..., 1:].contiguous()),
+            dict(values=lambda t: t[:-1]),
+            dict(block_tables=lambda t: t.long()),
+            dict(block_tables=lambda t: t.T.contiguous().T),
+            dict(kv_lens=lambda t: t[:1]),
+            dict(kv_lens=lambda t: t.repeat_interleave(2)[::2]),
+            dict(kv_lens=lambda t: t.to("meta")),
+            dict(sinks=lambda t: torch.zeros(3, device=DEVICE)),
         ],
     )
-    def test_wrong_inputs_are_refused(change, says):
+    def test_what_would_be_read_beyond_its_end_is_refused(change):
         case = Case([30, 20])
-        parts = dict(
-            query=case.query, keys=case.keys, values=case.values, block_tables=case.tables, kv_lens=case.kv_lens,
-            block_size=16, scale=1.0,
-        )  # fmt: skip
-        parts.update({name: f(parts[name]) if callable(f) else f for name, f in change.items()})
-        with pytest.raises(InvalidParameter, match=says):
+        parts = dict(query=case.query, keys=case.keys, values=case.values, block_tables=case.tables)
+        parts |= dict(kv_lens=case.kv_lens, sinks=None)
+        parts |= {name: f(parts[name]) for name, f in change.items()} | dict(block_size=16, scale=1.0)
+        with pytest.raises(InvalidParameter, match="it takes query"):
             paged_decode(**parts, longest=30)
-        with pytest.raises(InvalidParameter, match=says):
-            paged_prefill(**parts, q_starts=case.q_starts, most_new=1)
+        with pytest.raises(InvalidParameter, match="it takes query"):
+            paged_prefill(**parts, starts=case.starts, most_new=1)
 
-    def test_lengths_that_do_not_fit_are_refused():
+    @pytest.mark.parametrize("change", [lambda t: t[:2], lambda t: t.long(), lambda t: t.repeat_interleave(2)[::2]])
+    def test_borders_that_do_not_fit_are_refused(change):
         case = Case([30, 20])
-        with pytest.raises(InvalidParameter, match="longer than its table"):
-            paged_decode(
-                case.query, case.keys, case.values, case.tables, case.kv_lens, block_size=16, longest=999, scale=1.0
-            )
-        with pytest.raises(InvalidParameter, match="q_starts"):
-            paged_prefill(
-                case.query, case.keys, case.values, case.tables, case.kv_lens, case.q_starts[:2], block_size=16,
-                most_new=1, scale=1.0,
-            )  # fmt: skip
+        case.starts = change(case.starts)
+        with pytest.raises(InvalidParameter, match="it takes query"):
+            case.prefill()
 
     @pytest.mark.skipif(DEVICE == "cpu", reason="what goes wrong at times only goes wrong on the GPU")
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -399,6 +438,21 @@ else:
                 first = case.prefill(**special)
                 assert_right(first, case, **special)
                 assert all(torch.equal(first, case.prefill(**special)) for _ in range(30))
+
+    @pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled for the interpreter")
+    def test_where_a_batch_begins_in_its_table_compiles_nothing_anew(monkeypatch):
+        import triton
+
+        compiled = []
+        monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **call: compiled.append(call) and None)
+        case = Case([40] * 6, [2] * 6, heads=14, kv_heads=7, dim=128, dtype=torch.float16)
+        shared = dict(block_size=16, scale=case.scale)
+        for first in range(6):
+            query, tables, lens = case.query[2 * first :], case.tables[first:], case.kv_lens[first:]
+            starts = case.starts[: 7 - first].clone()
+            paged_prefill(query, case.keys, case.values, tables, lens, starts, most_new=2, **shared)
+            paged_decode(query[: len(lens)], case.keys, case.values, tables, lens, longest=40, **shared)
+            assert len(compiled) <= 2
 
     @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs and pools of more than 2**31 numbers need the GPU")
     def test_graph_replay_and_64_bit_offsets():

@@ -7,7 +7,7 @@ the finished sum. Every sum runs in a fixed order: equal inputs give equal bits.
 A step of decoding reads every weight once and does two operations with it for each row: up to some 50 rows the reading
 takes the time, and half the bytes could take half of it. Three ways to compute the same product, from few rows to many:
 
-- `matvec`, 1 row: no matrix units; warps stream along the rows of the weight;
+- `matvec`, 1 row: no tensor cores; warps stream along the rows of the weight;
 - `dot`: `tl.dot` with the weight as the *left* operand, which computes the product transposed;
 - `dequantize`: arithmetic takes the time now, so slices of the weight are written out as floats and torch multiplies.
 """
@@ -19,29 +19,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import InvalidParameter
-
-try:
-    import triton
-    import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError as error:
-    raise ImportError(
-        "The int8 product on a CUDA device is a Triton kernel, and triton is not installed. torch for CUDA brings it "
-        "on Linux; elsewhere `pip install triton`, or run the model on the CPU, which does not need it."
-    ) from error
-
+from .device import GPU, TRITON_DTYPES, dot_dtype, gpu_of
 from .int8_products import dequantize_kernel, dot_kernel, matvec_kernel, sum_kernel
 
-# TRITON_INTERPRET=1 at the import of triton: Python runs the kernels, on the CPU.
-INTERPRETED: bool = triton.knobs.runtime.interpret
 WORKSPACE_BYTES = 32 * 2**20  # of dequantised weights at a time, about half the L2 cache of an H200
-TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProductPlan:
     """How a product is cut up: a program has `block_n` output features of `block_m` rows, and walks k by `block_k`."""
 
     path: Literal["matvec", "dot", "dequantize"]
@@ -62,50 +51,41 @@ def dequantize(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> 
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_product(m: int, n: int, k: int, dtype: torch.dtype, processors: int, hopper: bool) -> Plan:
-    """How to compute x [m, k] times weight [n, k] on that many multiprocessors: from the shape alone, never by a clock.
+def plan_product(m: int, n: int, k: int, dtype: torch.dtype, gpu: GPU) -> ProductPlan:
+    """How to compute x [m, k] times weight [n, k]: from the shape and the GPU alone, never by a clock.
 
-    `hopper`: an H100 or H200, say: a matrix instruction and a copy engine of its own, 227 KB of shared memory. The
-    numbers were the fastest of some hundred on an H200, over the layers of a 7B model; all others are as correct.
+    The numbers were the fastest of some hundred on an H200, over the layers of a 7B model; all others are as correct.
     """
     if m == 1:
-        if n > 64 * processors:
-            return Plan("matvec", block_n=8, block_k=512, warps=2)
+        if n > 64 * gpu.sms:
+            return ProductPlan("matvec", block_n=8, block_k=512, warps=2)
         # Few rows of weights: more threads on each, or too few bytes are on their way at a time.
-        return Plan("matvec", 1, 1, 1024, warps=1) if n > 8 * processors else Plan("matvec", 1, 1, 2048, warps=4)
+        block_k, warps = (1024, 1) if n > 8 * gpu.sms else (2048, 4)
+        return ProductPlan("matvec", block_n=1, block_k=block_k, warps=warps)
     if m > 1024 or (m > 64 and dtype == torch.float32):
-        return Plan("dequantize")
+        return ProductPlan("dequantize")
     if k % 16 != 0 and dtype != torch.float32:
-        return Plan("dequantize")  # rows that start at odd addresses: no tile can be fetched but byte by byte
+        return ProductPlan("dequantize")  # rows that start at odd addresses: no tile can be fetched but byte by byte
     if dtype == torch.float32:
-        return Plan("dot", block_n=32, block_m=16, block_k=64)
+        return ProductPlan("dot", block_n=32, block_m=16, block_k=64)
     # With two warps Triton takes the matrix instruction of older GPUs, whose layout makes the conversion to floats
     # cheap; beyond 32 rows Hopper's own, which takes four warps, is faster all the same. In tiles of 256 rows too few
-    # programs fit a multiprocessor for one to multiply while another converts, but each weight is converted less often.
+    # programs fit an SM for one to multiply while another converts, but each weight is converted less often.
     if m <= 16:
-        plan, waves = Plan("dot", 32, 16, 128, warps=2, stages=4), 6
+        plan, waves = ProductPlan("dot", 32, 16, 128, warps=2, stages=4), 6
     elif m <= 32:
-        plan, waves = Plan("dot", 64, 32, 128, warps=2), 6
-    elif not hopper:
-        plan, waves = Plan("dot", 64, 64, 64), 3
+        plan, waves = ProductPlan("dot", 64, 32, 128, warps=2), 6
+    elif not gpu.hopper:
+        plan, waves = ProductPlan("dot", 64, 64, 64), 3
     elif m <= 64:
-        plan, waves = Plan("dot", 64, 64, 128, copy_engine=True), 3
+        plan, waves = ProductPlan("dot", 64, 64, 128, copy_engine=True), 3
     elif m <= 384 or 512 < m <= 640:
-        plan, waves = Plan("dot", 64, 128, 64, copy_engine=True), 3
+        plan, waves = ProductPlan("dot", 64, 128, 64, copy_engine=True), 3
     else:
-        plan, waves = Plan("dot", 64, 256, 64, copy_engine=True), 2
+        plan, waves = ProductPlan("dot", 64, 256, 64, copy_engine=True), 2
     tiles = triton.cdiv(n, plan.block_n) * triton.cdiv(m, plan.block_m)
-    # Too few tiles to keep every multiprocessor busy: share each one's sum among several, unless it is short.
-    return replace(plan, splits=max(1, min(waves * processors // tiles, 8, k // 512)))
-
-
-@functools.lru_cache
-def _device(device: torch.device) -> tuple[int, bool]:
-    """(multiprocessors, whether it is a Hopper)."""
-    if INTERPRETED:
-        return 1, False
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major == 9
+    # Too few tiles to keep every SM busy: share each one's sum among several, unless it is short.
+    return replace(plan, splits=max(1, min(waves * gpu.sms // tiles, 8, k // 512)))
 
 
 def int8_linear(
@@ -114,7 +94,7 @@ def int8_linear(
     scale: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    plan: Plan | None = None,
+    plan: ProductPlan | None = None,
 ) -> torch.Tensor:
     """x @ (weight * scale[:, None]).T + bias, without gradients.
 
@@ -136,13 +116,14 @@ def int8_linear(
     if x.data_ptr() % 16 != 0:  # a part of something else; the copy engine wants rows at multiples of 16 bytes
         x = x.clone()
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        _launch(x, weight, scale, bias, out, plan or plan_product(m, n, k, x.dtype, *_device(x.device)))
+        _launch(x, weight, scale, bias, out, plan or plan_product(m, n, k, x.dtype, gpu_of(x.device)))
     return out
 
 
 def _launch(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, plan: Plan
-) -> None:
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor,
+    plan: ProductPlan,
+) -> None:  # fmt: skip
     """Run a plan into `out` [m, n]; everything contiguous and checked."""
     k, n = x.shape[1], weight.shape[0]
     if plan.path == "dequantize":
@@ -157,8 +138,9 @@ def _launch(
 
 
 def _dot(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, plan: Plan
-) -> None:
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor,
+    plan: ProductPlan,
+) -> None:  # fmt: skip
     """The dot path, into `out`; with several splits through partial sums [splits, m, n] in float32."""
     (m, k), n = x.shape, weight.shape[0]
     k_per_split = max(1, triton.cdiv(triton.cdiv(k, plan.splits), plan.block_k)) * plan.block_k
@@ -167,16 +149,12 @@ def _dot(
     copy_engine = plan.copy_engine and k % 16 == 0 and k > 0 and (x.data_ptr() | weight.data_ptr()) % 16 == 0
     x_in: Any = TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k]) if copy_engine else x
     w_in: Any = TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k]) if copy_engine else weight
-    # When Triton takes Hopper's own matrix instruction. What that needs would only slow the others down.
-    hopper = _device(x.device)[1]
-    asynchronous = hopper and x.dtype != torch.float32 and plan.warps % 4 == 0 and plan.block_n % 64 == 0
-    # Triton's interpreter multiplies bfloat16 wrongly, without a word.
-    dtype = torch.float32 if INTERPRETED and x.dtype == torch.bfloat16 else x.dtype
     dot_kernel[(triton.cdiv(n, plan.block_n) * triton.cdiv(m, plan.block_m), splits)](
         x_in, w_in, scale, bias, out if partial is None else partial, m, n, k, k_per_split,
         BLOCK_N=plan.block_n, BLOCK_M=plan.block_m, BLOCK_K=plan.block_k, MASK_K=k % plan.block_k != 0,
-        HAS_BIAS=bias is not None, PARTIAL=partial is not None, DOT_DTYPE=TRITON_DTYPES[dtype], COPY_ENGINE=copy_engine,
-        ASYNCHRONOUS=asynchronous, num_warps=plan.warps, num_stages=plan.stages,
+        HAS_BIAS=bias is not None, PARTIAL=partial is not None, DOT_DTYPE=dot_dtype(x.dtype), COPY_ENGINE=copy_engine,
+        ASYNCHRONOUS=gpu_of(x.device).multiplies_asynchronously(x.dtype, plan.block_n, plan.warps),
+        num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     if partial is not None:
         sum_kernel[(triton.cdiv(n, 256), m)](
@@ -205,26 +183,16 @@ def _dequantize_and_multiply(
 
 def _check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Raise InvalidParameter for what the kernels would read wrongly or beyond its end."""
-    if x.dtype not in TRITON_DTYPES or weight.dtype != torch.int8 or scale.dtype != torch.float32:
+    rest = [weight, scale] if bias is None else [weight, scale, bias]
+    fits = (
+        x.dtype in TRITON_DTYPES and weight.dtype == torch.int8 and scale.dtype == torch.float32
+        and x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[1]
+        and all(part.shape == weight.shape[:1] for part in rest[1:])
+        and all(part.is_contiguous() and part.device == x.device for part in rest)
+    )  # fmt: skip
+    if not fits:
+        got = ", ".join(f"{list(part.shape)} {part.dtype} on {part.device}" for part in (x, *rest))
         raise InvalidParameter(
-            f"int8_linear got x {x.dtype}, weight {weight.dtype} and scale {scale.dtype}; it multiplies x in float16, "
-            "bfloat16 or float32 by an int8 weight with float32 scales. Convert them first."
-        )
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or scale.shape != weight.shape[:1]:
-        raise InvalidParameter(
-            f"int8_linear got x {tuple(x.shape)}, weight {tuple(weight.shape)} and scale {tuple(scale.shape)}; the "
-            "shapes are [m, k], [n, k] and [n]. Flatten the leading dimensions of x into one."
-        )
-    if bias is not None and (bias.shape != scale.shape or not bias.is_floating_point()):
-        raise InvalidParameter(
-            f"int8_linear got a bias {tuple(bias.shape)} in {bias.dtype}; it takes {tuple(scale.shape)} in floats."
-        )
-    parts = [part for part in (weight, scale, bias) if part is not None]
-    if not all(part.is_contiguous() for part in parts):
-        raise InvalidParameter("int8_linear needs weight, scale and bias contiguous. Call .contiguous() on them once.")
-    if any(part.device != x.device for part in parts) or not (x.is_cuda or INTERPRETED):
-        devices = ", ".join(str(part.device) for part in (x, *parts))
-        raise InvalidParameter(
-            f"int8_linear got tensors on {devices}; it needs all of them on one CUDA device. Move them there, or use "
-            "the products for the CPU."
+            f"int8_linear got {got}; it takes x [m, k] in floats, weight [n, k] in int8, scale [n] in float32 and bias "
+            "[n] or None, contiguous but for x, on one device."
         )

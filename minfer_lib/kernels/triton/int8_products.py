@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .device import wait_for_dot
+
 
 @triton.jit
 def _to_float32(codes):
@@ -51,19 +53,6 @@ def _to_half_in_pairs(codes, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _finished(sums):
-    """`sums` as they are, once the matrix units have finished with them, and so with the operands too.
-
-    Hopper's matrix instruction runs on while the threads go on, and Triton lets it, into the next step along k. The
-    ptxas that Triton 3.7 brings (CUDA 12.8) does not see that it still reads its left operand from registers, and puts
-    the next step's weights there too early: some products come out wrong, others at the next call
-    (github.com/triton-lang/triton/issues/9433). A use of the sums in each step makes Triton wait for them first; this
-    one costs nothing, for the copy is made in place.
-    """
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def matvec_kernel(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, n, k,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MASK_K: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -96,7 +85,7 @@ def dot_kernel(
 ) -> None:  # fmt: skip
     """out[m, n], or with PARTIAL one split's unscaled share of it, computed as (weight @ x.T).T.
 
-    The matrix units take the left operand from registers, 16 or 64 rows of it at a time, and as few as 8 columns of the
+    Tensor cores take the left operand from registers, 16 or 64 rows of it at a time, and as few as 8 columns of the
     right one. So the weight stands left: its bytes become floats in registers and are multiplied there, never stored
     again, and 3 rows of x are padded to 16 columns. x and weight are pointers, or descriptors for the copy engine.
     ASYNCHRONOUS must be true wherever Triton takes Hopper's own matrix instruction.
@@ -126,7 +115,7 @@ def dot_kernel(
             x_tile = tl.load(x + x_place, mask=x_inside, other=0.0)
         # An int8 code is exact in each of these dtypes. "ieee" keeps float32 from being rounded to tf32.
         if ASYNCHRONOUS:
-            sums = _finished(tl.dot(_to_half_in_pairs(w_tile, DOT_DTYPE), x_tile, sums))
+            sums = wait_for_dot(tl.dot(_to_half_in_pairs(w_tile, DOT_DTYPE), x_tile, sums))
         else:
             sums = tl.dot(w_tile.to(DOT_DTYPE), x_tile.to(DOT_DTYPE), sums, input_precision="ieee")
 

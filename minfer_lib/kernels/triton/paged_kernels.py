@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .int8_products import _finished
+from .device import wait_for_dot
 
 LOWEST = tl.constexpr(-3e38)  # where a running maximum starts: finite, since -inf - -inf would be NaN
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -68,8 +68,8 @@ def _online_step(top, total, average, scores, values, ASYNCHRONOUS: tl.constexpr
     total = total * shrink + tl.sum(weights, 1)
     average = average * shrink[:, None]
     average = tl.dot(weights.to(values.dtype), values, average, input_precision=PRECISION)
-    if ASYNCHRONOUS:  # the weights are the left operand, in registers: the matrix units must be done with them
-        average = _finished(average)
+    if ASYNCHRONOUS:  # the weights are the left operand, in registers: the tensor cores must be done with them
+        average = wait_for_dot(average)
     return new_top, total, average
 
 
@@ -101,7 +101,11 @@ def _attend(
     return top, total, average
 
 
-@triton.jit(do_not_specialize=["table_stride", "keys_per_split", "window"])
+# Where a batch begins in a persistent table must not compile a kernel anew: hence nothing about alignment.
+@triton.jit(
+    do_not_specialize=["table_stride", "keys_per_split", "window"],
+    do_not_specialize_on_alignment=["tables_ptr", "lens_ptr"],
+)
 def decode_kernel(
     query_ptr, keys_ptr, values_ptr, tables_ptr, lens_ptr, sinks_ptr, out_ptr, partial_ptr,
     token_stride, head_stride, table_stride, keys_per_split, window, scale, cap,
@@ -123,7 +127,7 @@ def decode_kernel(
     if not WHOLE and begin >= length:
         return  # a short request has fewer parts; the merge knows
 
-    # The heads of the group are the rows of a small matrix, padded to the 16 that the matrix units take.
+    # The heads of the group are the rows of a small matrix, padded to the 16 that tensor cores take.
     in_group, dims = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED_KEY)
     heads = kv_head * GROUP + in_group
     query_at = request.to(tl.int64) * token_stride + heads.to(tl.int64) * head_stride
@@ -156,7 +160,7 @@ def decode_kernel(
         tl.store(part + VALUE_DIM + 1, total, mask=in_group < GROUP)
 
 
-@triton.jit(do_not_specialize=["keys_per_split", "splits", "window"])
+@triton.jit(do_not_specialize=["keys_per_split", "splits", "window"], do_not_specialize_on_alignment=["lens_ptr"])
 def merge_kernel(
     partial_ptr, lens_ptr, out_ptr, keys_per_split, splits, window,
     VALUE_DIM: tl.constexpr, PADDED_VALUE: tl.constexpr, TILE: tl.constexpr,
@@ -188,7 +192,7 @@ def merge_kernel(
     tl.store(out_ptr + row * VALUE_DIM + dims, average.to(out_ptr.dtype.element_ty), mask=dims < VALUE_DIM)
 
 
-@triton.jit(do_not_specialize=["table_stride", "window"])
+@triton.jit(do_not_specialize=["table_stride", "window"], do_not_specialize_on_alignment=["tables_ptr", "lens_ptr"])
 def prefill_kernel(
     query_ptr, keys_ptr, values_ptr, tables_ptr, lens_ptr, starts_ptr, sinks_ptr, out_ptr,
     token_stride, head_stride, table_stride, window, scale, cap,

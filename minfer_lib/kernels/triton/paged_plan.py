@@ -9,19 +9,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-
-def up(number: int, divisor: int) -> int:
-    """number / divisor, rounded up."""
-    return -(-number // divisor)
-
-
-def power_of_2(number: int) -> int:
-    """The smallest that is no less than `number`."""
-    return 1 << (number - 1).bit_length()
+import triton
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """How attention is cut up: a program has `rows` queries and walks the keys by `tile`."""
 
     rows: int
@@ -31,30 +23,30 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=256)
-def plan_decode(group: int, key_dim: int, value_dim: int, itemsize: int, memory: int) -> Plan:
+def plan_decode(group: int, key_dim: int, value_dim: int, itemsize: int, memory: int) -> AttentionPlan:
     """For `group` query heads on a key head; key_dim, value_dim: padded; itemsize: bytes of a number in the pools.
 
     memory: bytes of shared memory that a program may take. Of more than 32 heads several programs take 32 each. The
     tiles were the fastest on an H200; all others are as correct.
     """
-    rows = min(32, max(16, power_of_2(group)))
-    return _fitting(Plan(rows, 128 if itemsize == 2 else 64, 4, 3), key_dim, value_dim, itemsize, memory)
+    rows = min(32, max(16, triton.next_power_of_2(group)))
+    return _fitting(AttentionPlan(rows, 128 if itemsize == 2 else 64, 4, 3), key_dim, value_dim, itemsize, memory)
 
 
 @functools.lru_cache(maxsize=256)
-def plan_prefill(key_dim: int, value_dim: int, itemsize: int, memory: int) -> Plan:
+def plan_prefill(key_dim: int, value_dim: int, itemsize: int, memory: int) -> AttentionPlan:
     """As `plan_decode`, for chunks of prompts."""
     dims = key_dim + value_dim
     if itemsize == 4:
-        plan = Plan(32, 32, 4, 2)
+        plan = AttentionPlan(32, 32, 4, 2)
     elif 128 < dims <= 256 and 128 * dims * itemsize <= memory // 2:
-        plan = Plan(128, 128, 8, 3)
+        plan = AttentionPlan(128, 128, 8, 3)
     else:
-        plan = Plan(64, 128 if dims <= 128 else 64, 4, 3 if dims <= 128 else 2)
+        plan = AttentionPlan(64, 128 if dims <= 128 else 64, 4, 3 if dims <= 128 else 2)
     return _fitting(plan, key_dim, value_dim, itemsize, memory)
 
 
-def _fitting(plan: Plan, key_dim: int, value_dim: int, itemsize: int, memory: int) -> Plan:
+def _fitting(plan: AttentionPlan, key_dim: int, value_dim: int, itemsize: int, memory: int) -> AttentionPlan:
     """`plan`, with as many stages, and tiles as large, as fit into shared memory beside the queries."""
     while plan.rows > 16 and plan.rows * (key_dim + value_dim) * itemsize > memory // 2:
         plan = replace(plan, rows=plan.rows // 2)
@@ -70,14 +62,14 @@ def _fitting(plan: Plan, key_dim: int, value_dim: int, itemsize: int, memory: in
 
 
 @functools.lru_cache(maxsize=65536)
-def plan_splits(requests: int, kv_heads: int, longest: int, processors: int) -> tuple[int, int]:
+def plan_splits(requests: int, kv_heads: int, longest: int, sms: int) -> tuple[int, int]:
     """(splits, keys in each): the parts that each request's keys are cut into, from shapes alone.
 
     All parts have the same size whatever a request's length, so that no program works for much longer than others.
     """
     programs = requests * kv_heads
-    splits = round(2 * processors / programs)  # two for each multiprocessor: while one waits, the other reads
+    splits = round(2 * sms / programs)  # two for each SM: while one waits, the other reads
     # Lengths differ as a rule, and the longest is over last: a limit to what one program does, unless all have plenty.
-    splits = max(1, splits, min(up(longest, 2048), up(4 * processors, programs)))
-    keys = up(up(longest, splits), 128) * 128
-    return up(longest, keys), keys
+    splits = max(1, splits, min(triton.cdiv(longest, 2048), triton.cdiv(4 * sms, programs)))
+    keys = triton.cdiv(triton.cdiv(longest, splits), 128) * 128
+    return triton.cdiv(longest, keys), keys
