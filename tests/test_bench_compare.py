@@ -32,7 +32,7 @@ from minfer_lib.bench import (
     rungs,
     scoreboard,
 )
-from minfer_lib.bench.comparison import held_between_runs
+from minfer_lib.bench.comparison import Interrupted, held_between_runs
 from minfer_lib.bench.results import from_dict, to_dict
 from minfer_lib.bench.roofline import floor_ms, kv_token_bytes
 from minfer_lib.bench.settings import FAST_LABEL
@@ -198,6 +198,55 @@ def test_an_interrupt_ends_the_comparison(lm):
         compare(stopped, workload=fixed_lengths(lm, 1, 3, 2), show=False)
 
 
+def test_an_interrupt_keeps_the_rounds_that_are_done(lm, capsys):
+    def stop_in(name, call):
+        """An engine whose call of this number is interrupted; the first warms up."""
+        calls = iter(range(99))
+
+        class Stopped(CachedEngine):
+            def generate(self, prompts, params=None, **options):
+                if next(calls) == call:
+                    raise KeyboardInterrupt
+                return super().generate(prompts, params, **options)
+
+        engine = Stopped(lm)
+        engine.name = name
+        return engine
+
+    work = fixed_lengths(lm, 1, 3, 2)
+    for call, rows, repeats, note in (
+        (1, ["first"], 1, "interrupted; not measured: second, third"),
+        (3, ["first", "second", "third"], 2, "interrupted"),
+    ):
+        with pytest.raises(Interrupted) as stopped:
+            engines = stop_in("first", None), stop_in("second", call), stop_in("third", None)
+            compare(*engines, workload=work, repeats=3, progress=True, show=False)
+        found = stopped.value.comparison
+        assert [row.engine for row in found.rows] == rows and found.notes[-1] == note
+        assert found.provenance["repeats"] == repeats and all(row.tokens_per_s > 0 for row in found.rows)
+    assert "third, run 2 of 3" in capsys.readouterr().err
+
+
+def test_an_interrupt_while_memory_is_measured_keeps_the_rows(lm, monkeypatch):
+    def interrupted(engine, workload):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(probe_memory, "peak_memory", interrupted)
+    with pytest.raises(Interrupted) as stopped:
+        compare(CachedEngine(lm), workload=fixed_lengths(lm, 1, 3, 2), repeats=1, memory=True, show=False)
+    assert "peak memory is not known" in stopped.value.comparison.notes[-1]
+
+
+def test_mistakes_are_told_before_anything_is_measured(lm):
+    unmeasured = Altered(lm, lambda out: pytest.fail("measured in vain"))
+    for options in ({"notes": 5}, {"notes": "one"}, {"notes": [5]}, {"reported": ["row"]}, {"repeats": 0}):
+        with pytest.raises(InvalidParameter, match=next(iter(options))):
+            compare(unmeasured, **options)
+    for pair in ((5, unmeasured), ("a", unmeasured, 3)):
+        with pytest.raises(InvalidParameter, match="must be an engine, or"):
+            compare(pair)
+
+
 def test_what_cannot_be_compared_is_refused(lm):
     with pytest.raises(InvalidParameter, match="at least one"):
         compare()
@@ -355,7 +404,7 @@ def test_the_ladders_own_workload_is_that_of_the_comparison(lm):
     assert found.workload["prompt_lens"] == work.prompt_lens and found.workload["output_lens"] == work.output_lens
     per_token = kv_token_bytes(lm)
     assert found.row("slots").kv_reserved == 4 * lm.max_model_len * per_token  # four run at once
-    assert not found.warnings and rungs.newest() == "paged"
+    assert not found.warnings
     assert ladder(lm, ["slots"], work, max_running=2, max_model_len=80, repeats=1, show=False).rows[0].kv_reserved == (
         2 * 80 * per_token
     )

@@ -25,7 +25,6 @@ from minfer_lib.bench import (
     peak_memory,
     probe_memory,
     quality,
-    rungs,
     weight_bytes_read,
 )
 from minfer_lib.bench.comparison import Measured, _row
@@ -93,21 +92,11 @@ def test_a_rung_with_other_weights_leaves_the_model_as_it_was(lm, name, label):
     assert isinstance(engine, LLMEngine) and engine.name == label and engine.lm is not lm
     assert measured_weight_bytes(engine.lm.model) < measured_weight_bytes(lm.model)
     assert torch.equal(logits(lm), before) and lm.quantization is None and not torch.equal(logits(engine.lm), before)
-    own = cheaper.copied(lm, "cpu")
-    in_place = make_engine(name, own, in_place=True, max_model_len=64)
-    assert in_place.lm is own and torch.equal(logits(own), logits(engine.lm))
 
 
 def test_the_int8_rung_runs_a_quantised_model_as_it_is(lm):
     int8 = int8_of(lm, activations="none")
     assert make_engine("int8", int8).lm is int8 and int8.quantization["activations"] == "none"
-
-
-def test_the_default_engine_gives_the_models_own_answers(lm):
-    newest = rungs.find(rungs.newest())
-    assert not newest.weights and newest.make(lm).lm is lm
-    chapters = [rung.chapter for rung in rungs.RUNGS if not rung.weights and not rung.is_baseline]
-    assert newest.chapter == max(chapters)
 
 
 def test_engines_over_the_same_other_weights_share_a_model(lm, monkeypatch):

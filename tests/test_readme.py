@@ -27,9 +27,9 @@ def link_complaints(readme: str, root: Path) -> list[str]:
 
 
 def cli_complaints(readme: str) -> list[str]:
-    """Every command line that begins with `python -m minfer_lib` is one that the program understands."""
+    """Every command line that begins with `minfer` is one that the program understands."""
     complaints = []
-    for line in re.findall(r"^python -m minfer_lib (.*)$", readme, flags=re.MULTILINE):
+    for line in re.findall(r"^minfer (.*)$", readme, flags=re.MULTILINE):
         try:
             parser().parse_args(shlex.split(line, comments=True))
         except SystemExit:
@@ -53,7 +53,7 @@ def test_the_links_lead_somewhere() -> None:
 
 
 def test_the_command_lines_are_understood() -> None:
-    assert len(re.findall(r"^python -m minfer_lib ", README, flags=re.MULTILINE)) >= 4
+    assert len(re.findall(r"^minfer ", README, flags=re.MULTILINE)) >= 4
     assert cli_complaints(README) == []
 
 
@@ -75,7 +75,5 @@ def test_planted_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     (tmp_path / "there.md").touch()
     readme = '[a](there.md#part) ![b](gone.svg "title") <img src="lost.png"> [c](https://example.org/x) [d](#here)'
     assert link_complaints(readme, tmp_path) == ["gone.svg does not exist", "lost.png does not exist"]
-    assert cli_complaints("python -m minfer_lib info\npython -m minfer_lib dance  # a comment\n") == [
-        "dance  # a comment"
-    ]
+    assert cli_complaints("minfer info\nminfer dance  # a comment\n") == ["dance  # a comment"]
     capsys.readouterr()  # argparse said so too

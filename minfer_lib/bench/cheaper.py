@@ -1,8 +1,8 @@
 """The same model with cheaper weights, for the rungs and comparisons that need one.
 
-Invariant: quantising changes a model in place, so what is quantised here is a copy with weights of its own, unless the
-caller says that nobody needs the model as it was. The copy is made from the weights that are there, not from a name, so
-that it is this model whatever was done to it since it was loaded.
+Invariant: quantising changes a model in place, so what is quantised here is a copy with weights of its own. It is
+made from the weights that are there, not from a name, so that it is this model whatever was done to it since it was
+loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def copied(lm: LanguageModel, device: torch.device | str) -> LanguageModel:
     return dataclasses.replace(lm, model=copy.deepcopy(lm.model, memo), device=place)
 
 
-def int8(lm: LanguageModel, *, in_place: bool = False, **options: Any) -> LanguageModel:
+def int8(lm: LanguageModel, **options: Any) -> LanguageModel:
     """The model through `quantize_int8` with these options; one that went through it already comes back as it is.
 
     The copy is made on the CPU and goes to the model's device layer by layer, as it gets smaller.
@@ -41,16 +41,16 @@ def int8(lm: LanguageModel, *, in_place: bool = False, **options: Any) -> Langua
     _check(lm)
     device = lm.device
     # a bar for whoever waits at a terminal; in a file or a notebook's cell it would only be noise
-    return quantize_int8(lm if in_place else copied(lm, "cpu"), device=device, progress=sys.stderr.isatty(), **options)
+    return quantize_int8(copied(lm, "cpu"), device=device, progress=sys.stderr.isatty(), **options)
 
 
-def bitsandbytes(lm: LanguageModel, *, in_place: bool = False) -> LanguageModel:
+def bitsandbytes(lm: LanguageModel) -> LanguageModel:
     """The model through `bitsandbytes_int8`. Raises `UnsupportedModel` as `int8` does, `BadEnvironment` without it."""
     from ..quant.bitsandbytes import bitsandbytes_int8, imported
 
     imported()  # before a model is copied in vain
     _check(lm)
-    return bitsandbytes_int8(lm if in_place else copied(lm, lm.device))
+    return bitsandbytes_int8(copied(lm, lm.device))
 
 
 def _check(lm: LanguageModel) -> None:

@@ -1,6 +1,7 @@
-"""The commands `info` and `bench` of `python -m minfer_lib`, and `quantize` with `int8_cli`.
+"""The commands `minfer bench ladder | quality | show`.
 
-Invariant: `add_commands` needs neither torch nor transformers, so that --help is quick; what runs imports them.
+Invariant: `add_bench` needs neither torch nor transformers, so that --help is quick, and a mistake that can be seen
+without them is answered before they are loaded.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import BadEnvironment, InvalidParameter, one_of
-from .int8_cli import add_quality, add_quantize, kernel_lines
-from .rungs import RUNNING, UNEQUAL, find, ladder, names, newest
+from ..errors import BadEnvironment, InvalidParameter, UnsupportedModel, one_of
+from .rungs import RUNNING, UNEQUAL, find, ladder, names
 
 if TYPE_CHECKING:
     from .results import Results
@@ -23,24 +24,11 @@ UNEQUAL_TEXT = "{n} of unequal lengths, {running} at once".format(**UNEQUAL, run
 PICTURES = (".svg", ".png", ".pdf")
 
 
-def add_model_options(parser: argparse.ArgumentParser, device: bool = True) -> None:
-    """--model, --device and --dtype, the arguments of `load_model`; without --device for what runs on the CPU."""
-    parser.add_argument(
-        "--model", metavar="NAME", help="hub id, folder, shape:NAME or tiny-random (default: MINFER_MODEL or SmolLM2)"
+def add_bench(bench: Callable[..., argparse.ArgumentParser], add_model_options: Callable[..., None]) -> None:
+    """Adds the commands: `bench(name, run, text)` makes one, `add_model_options(parser)` adds those of `load_model`."""
+    steps = bench(
+        "ladder", run_ladder, "all engines so far on one workload; Ctrl-C prints what was measured until then"
     )
-    if device:
-        parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
-    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU)")
-
-
-def add_commands(
-    command: Callable[..., argparse.ArgumentParser], group: Callable[..., Callable[..., argparse.ArgumentParser]]
-) -> None:
-    """Adds `info`, `quantize` and `bench ...`: `command(name, run, text)` makes one, `group(name, text)` many."""
-    command("info", info, "what is installed, and what this machine can do")
-    add_model_options(add_quantize(command), device=False)
-    bench = group("bench", "measure the engines")
-    steps = bench("ladder", run_ladder, "all engines so far on one workload")
     add_model_options(steps)
     steps.add_argument("--engines", metavar="A,B", help=f"some of {', '.join(names())}; the first is the baseline")
     steps.add_argument("--batch", type=int, metavar="N", help=f"N requests of equal length; without it, {UNEQUAL_TEXT}")
@@ -48,69 +36,31 @@ def add_commands(
     steps.add_argument("--output-len", type=int, metavar="N", help="tokens of each answer, if equal (default: 64)")
     steps.add_argument("--repeats", type=int, default=3, help="timed runs of each engine (default: %(default)s)")
     steps.add_argument("--memory", action="store_true", help="on a CPU: peak memory too, in a fresh process for each")
-    kept = add_quality(bench)
+    kept = bench("quality", run_quality, "what int8 changes in a model's predictions")
+    kept.add_argument("--tokens", type=int, help="tokens of the bundled text to read (default: 8192)")
+    kept.add_argument("--window", type=int, default=512, help="tokens seen at once (default: %(default)s)")
     add_model_options(kept)
-    for each in (steps, kept):
-        each.add_argument("--json", metavar="FILE", help="keep the results, with where they come from")
+    for command in (steps, kept):
+        command.add_argument("--json", metavar="FILE", help="keep the results, with where they come from")
     shown = bench("show", show_results, "a table from kept results")
     shown.add_argument("file", help="as --json wrote it")
-    for each in (steps, shown):
-        each.add_argument("--all", action="store_true", help="all columns: percentiles, and what of the cache was used")
-    for each in (steps, kept, shown):
-        each.add_argument("--svg", metavar="FILE", help="draw the results to a file")
-
-
-def info(args: argparse.Namespace) -> int:
-    """Versions, device, model, the read bandwidth that rooflines stand on, and the kernels."""
-    import torch
-
-    from ..attention.backends import describe_kernels
-    from ..models import packaged
-    from . import machine
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    facts = machine.provenance(device)
-    if packaged.is_intact(packaged.cache_root() / packaged.MODEL_NAME.lower()):
-        state = "converted, ready to load"
-    elif importlib.util.find_spec(packaged.PACKAGE.replace("-", "_")):
-        state = "installed; it is converted when first loaded"
-    else:
-        state = "not installed; run `make model`"
-    lines = {
-        "minfer": facts["minfer"] or "a copy, not installed",
-        "commit": facts["commit"] or "none: not part of a git repository",
-        "python": facts["python"],
-        "torch": facts["torch"],
-        "transformers": facts["transformers"],
-        "gpu": facts["gpu"] or "none that this torch can use",
-        "cpu": f"{facts['cpu']}; {facts['cores']} cores, torch uses {facts['threads']} threads",
-        "read bandwidth": f"{machine.read_bandwidth(device) / 1e9:.1f} GB/s, measured just now",
-        "default model": f"{packaged.MODEL_NAME}: {state}",
-        "MINFER_MODEL": os.environ.get("MINFER_MODEL") or "not set",
-        "cache": home_as_tilde(str(packaged.cache_root())),
-        "engines": f"{', '.join(names())} (used by default: {newest()})",
-        "paged attention": describe_kernels(torch.device(device), torch.float32),
-        **kernel_lines(device),
-    }
-    for name, value in lines.items():
-        print(f"{name:<{max(map(len, lines))}}  {value}")
-    return 0
-
-
-def home_as_tilde(path: str) -> str:
-    """A path that can be shown to others: ~ for the home folder."""
-    home = os.path.expanduser("~").rstrip(os.sep)
-    return "~" + path[len(home) :] if home and (path + os.sep).startswith(home + os.sep) else path
+    for command in (steps, shown):
+        command.add_argument(
+            "--all", action="store_true", help="all columns: percentiles, and what of the cache was used"
+        )
+    for command in (steps, kept, shown):
+        command.add_argument("--svg", metavar="FILE", help="draw the results to a file")
 
 
 def run_ladder(args: argparse.Namespace) -> int:
-    """Measures the ladder and prints it; keeps and draws it if asked."""
+    """Measures the ladder and prints it; keeps and draws it if asked. An interrupt ends it with the rows there are."""
     wanted = [name.strip() for name in args.engines.split(",") if name.strip()] if args.engines else None
     for name in wanted or ():
         find(name)  # a mistake is answered before torch is loaded, and long before something was measured in vain
     check_target(args.json)
     check_picture(args.svg)
     from ..models.load import load_model
+    from .comparison import Interrupted
     from .wide_table import scoreboard
     from .workloads import fixed_lengths
 
@@ -118,8 +68,39 @@ def run_ladder(args: argparse.Namespace) -> int:
     asked = {"batch": args.batch, "prompt_len": args.prompt_len, "output_len": args.output_len}
     asked = {name: value for name, value in asked.items() if value is not None}
     workload = fixed_lengths(lm, **asked) if asked else None
-    found = ladder(lm, wanted, workload, repeats=args.repeats, memory=args.memory, show=False)
+    progress, code = sys.stderr.isatty(), 0
+    try:
+        found = ladder(lm, wanted, workload, repeats=args.repeats, memory=args.memory, progress=progress, show=False)
+    except Interrupted as interrupted:
+        found, code = interrupted.comparison, 130
     print(scoreboard(found) if args.all else found)
+    if args.json:
+        found.save(args.json)
+    draw(found, args.svg)
+    return code
+
+
+def run_quality(args: argparse.Namespace) -> int:
+    """The model against copies of it in int8: by `quantize_int8` in both ways, and by bitsandbytes if it is there."""
+    check_target(args.json)
+    check_picture(args.svg)
+    from ..models.load import load_model
+    from . import cheaper
+    from .quality_scores import windows_of
+    from .quality_table import quality
+
+    lm = load_model(args.model, device=args.device, dtype=args.dtype)
+    windows_of([lm], args.tokens, args.window, None, None)  # lengths that are not possible, before the work
+    models = {
+        "int8 dynamic": cheaper.int8(lm, activations="dynamic"),
+        "int8 weight-only": cheaper.int8(lm, activations="none"),
+    }
+    try:
+        models["bitsandbytes int8"] = cheaper.bitsandbytes(lm)
+    except (BadEnvironment, UnsupportedModel) as error:
+        print(f"bitsandbytes int8 left out: {error}", file=sys.stderr)
+    found = quality(lm, models, tokens=args.tokens, window=args.window, progress=sys.stderr.isatty())
+    print(found)
     if args.json:
         found.save(args.json)
     draw(found, args.svg)

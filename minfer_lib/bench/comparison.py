@@ -6,7 +6,8 @@ are checked, and what does not agree is said in the row.
 
 How a row is measured: one run to warm up at the same shapes (or only its beginning, if asked), then `repeats` runs, in
 each of which every engine has its turn, the order moving on by one; prefixes that an engine has cached in earlier runs
-are forgotten; the device is synchronised before and after; the row is the field-by-field median.
+are forgotten; the device is synchronised before and after; the row is the field-by-field median. An interrupt ends the
+comparison with `Interrupted`, which carries the rounds that are done.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import dataclasses
 import gc
 import time
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from tqdm.auto import tqdm
 
 from ..attention.support import rounds_activations
-from ..errors import InvalidParameter
+from ..errors import InvalidParameter, integer, must_be, shown
 from ..generation.params import SamplingParams
 from ..generation.request import RequestOutput
 from ..models.load import LanguageModel
@@ -65,6 +67,14 @@ class Measured:
     warnings: list[str] = dataclasses.field(default_factory=list)
 
 
+class Interrupted(KeyboardInterrupt):
+    """An interrupt from the keyboard; `comparison` has the rows of what was measured until then."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        super().__init__("The comparison was interrupted; what was measured until then is in `comparison`.")
+        self.comparison = comparison
+
+
 def compare(
     *engines: Engine | tuple[str, Engine],
     workload: Workload | None = None,
@@ -73,6 +83,7 @@ def compare(
     memory: bool | Collection[str] = False,
     reported: Sequence[Row] = (),
     notes: Sequence[str] = (),
+    progress: bool = False,
     show: bool = True,
 ) -> Comparison:
     """Measure engines and baselines against each other, draw the table and the bars, and return them as data.
@@ -88,28 +99,47 @@ def compare(
       engines in this comparison and the weights of models that only they run.
     reported: rows of somebody else's figures (see `articles.py`), set apart in the table.
     notes: lines to stand below the table.
+    progress: show a bar with the row that is being measured, on standard error.
     show: draw; in a notebook as HTML and a figure, elsewhere as text.
 
     Raises `InvalidParameter` for no engine, two of one name, repeats under 1, or memory of a row that is not there;
-    what an engine raises passes through.
+    `Interrupted` once a row has been measured; what an engine raises passes through.
     """
     measured = named(engines)
     repeats = checked_repeats(repeats)
+    reported, notes = _checked("reported", reported, Row), _checked("notes", notes, str)
     probed = probed_rows(memory, [each.name for each in measured])
     lm = measured[0].engine.lm
     workload = workload or fixed_lengths(lm)
-
-    for each in measured:
-        _generate(each.engine, workload.warm_up() if short_warm_up or fast_mode() else workload)
-    for turn in range(repeats):
-        for each in measured[turn % len(measured) :] + measured[: turn % len(measured)]:
-            _timed_run(each, workload)
+    warm_up = workload.warm_up() if short_warm_up or fast_mode() else workload
+    interrupted = False
+    with tqdm(total=len(measured) * (1 + repeats), unit="run", leave=False, disable=not progress) as bar:
+        try:
+            for each in measured:
+                bar.set_description(f"{each.name}, warming up")
+                _generate(each.engine, warm_up)
+                bar.update()
+            for turn in range(repeats):
+                for each in measured[turn % len(measured) :] + measured[: turn % len(measured)]:
+                    bar.set_description(f"{each.name}, run {turn + 1} of {repeats}")
+                    _timed_run(each, workload)
+                    bar.update()
+        except KeyboardInterrupt:
+            interrupted, everything = True, measured
+            measured = _done(everything)
+            if not measured:
+                raise
+            repeats = len(measured[0].tokens)
+            missing = [each.name for each in everything if each not in measured]
+            notes += (f"interrupted; not measured: {', '.join(missing)}" if missing else "interrupted",)
     rows = [_row(each, measured, workload) for each in measured]
-    if lm.device.type == "cpu":
-        rows = [
-            with_peak(row, each.engine, workload) if each.name in probed else row
-            for row, each in zip(rows, measured, strict=True)
-        ]
+    if lm.device.type == "cpu" and not interrupted:
+        try:
+            for i, each in enumerate(measured):
+                if each.name in probed:
+                    rows[i] = with_peak(rows[i], each.engine, workload)
+        except KeyboardInterrupt:
+            interrupted, notes = True, (*notes, "interrupted; peak memory is not known of all rows")
     base = rows[0].tokens_per_s
     rows = [dataclasses.replace(row, ratio=row.tokens_per_s / base if base else None) for row in rows]
     found = Comparison(
@@ -126,13 +156,18 @@ def compare(
         from .draw import show as draw
 
         draw(found)
+    if interrupted:
+        raise Interrupted(found)
     return found
 
 
 def named(engines: Sequence[Engine | tuple[str, Engine]]) -> list[Measured]:
-    """Engines with the names of their rows. Raises `InvalidParameter` for none, or two of one name."""
+    """Engines with the names of their rows. Raises `InvalidParameter` for none, no engine, or two of one name."""
     if not engines:
         raise InvalidParameter("A comparison of nothing was asked for; give it at least one engine or baseline.")
+    for pair in engines:
+        if isinstance(pair, tuple) and not (len(pair) == 2 and isinstance(pair[0], str)):
+            raise InvalidParameter(f"{shown(pair)} was to be compared: it must be an engine, or ('its name', engine).")
     pairs = [each if isinstance(each, tuple) else (each.name, each) for each in engines]
     labels = [label for label, _ in pairs]
     if twice := {label for label in labels if labels.count(label) > 1}:
@@ -143,10 +178,25 @@ def named(engines: Sequence[Engine | tuple[str, Engine]]) -> list[Measured]:
     return [Measured(label, engine) for label, engine in pairs]
 
 
+def _checked(name: str, values: Any, kind: type) -> tuple[Any, ...]:
+    """A sequence of one kind as a tuple; a mistake is told before anything is measured."""
+    if isinstance(values, str) or not isinstance(values, Sequence) or not all(isinstance(v, kind) for v in values):
+        raise must_be(name, f"a list of {kind.__name__}", values)
+    return tuple(values)
+
+
+def _done(measured: Sequence[Measured]) -> list[Measured]:
+    """What an interrupted comparison can show: whole rounds, or else the engines that had their turn in the first."""
+    rounds = max(1, min(len(each.tokens) for each in measured))
+    done = [each for each in measured if each.tokens]
+    for each in done:
+        del each.runs[rounds:], each.kv[rounds:], each.tokens[rounds:]
+    return done
+
+
 def checked_repeats(repeats: int) -> int:
     """How often to measure; once in fast mode."""
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise InvalidParameter(f"repeats={repeats!r} is not possible: it must be an integer of 1 or more, better 3.")
+    repeats = integer("repeats", repeats, at_least=1, hint="3 or more are better")
     return 1 if fast_mode() else repeats
 
 

@@ -41,18 +41,11 @@ class Rung:
     weights: str = ""
     limit: str = ""
 
-    @property
-    def is_baseline(self) -> bool:
-        return self.chapter == 0
-
-    def make(self, lm: LanguageModel, *, in_place: bool = False, **options: Any) -> Any:
-        """The engine over a model; `options` override those of the rung.
-
-        A rung with other weights makes a copy of the model to change, unless with `in_place` it may change the model.
-        """
+    def make(self, lm: LanguageModel, **options: Any) -> Any:
+        """The engine over a model, or over a copy with other weights; `options` override those of the rung."""
         if not self.weights:
             return _named(self.target)(lm, **{**self.options, **options})
-        engine = _named(self.target)(_named(self.weights)(lm, in_place=in_place), **{**self.options, **options})
+        engine = _named(self.target)(_named(self.weights)(lm), **{**self.options, **options})
         engine.name = self.label  # the class is that of another rung
         return engine
 
@@ -72,9 +65,8 @@ RUNNING = 4
 def _llm_engine(
     name: str, label: str, chapter: int, kv_cache: str, *, in_ladder: bool = True, weights: str = ""
 ) -> Rung:
-    return Rung(
-        name, label, "engine.llm_engine:LLMEngine", {"kv_cache": kv_cache}, chapter, in_ladder, weights, "max_num_seqs"
-    )
+    options = {"kv_cache": kv_cache}
+    return Rung(name, label, "engine.llm_engine:LLMEngine", options, chapter, in_ladder, weights, "max_num_seqs")
 
 
 RUNGS: list[Rung] = [
@@ -92,17 +84,9 @@ RUNGS: list[Rung] = [
 ]
 
 
-def names(*, baselines: bool = True) -> list[str]:
+def names() -> list[str]:
     """All names, in the order of the ladder."""
-    return [rung.name for rung in RUNGS if baselines or not rung.is_baseline]
-
-
-def newest() -> str:
-    """The engine that the package has got to, over the model as it is: what the command line uses by default.
-
-    Answers are the model's own there; those of other weights have to be asked for.
-    """
-    return [rung.name for rung in RUNGS if not rung.is_baseline and not rung.weights][-1]
+    return [rung.name for rung in RUNGS]
 
 
 def find(name: str) -> Rung:
@@ -113,12 +97,9 @@ def find(name: str) -> Rung:
     raise InvalidParameter(f"The engine {name!r} was asked for; there are {one_of(names())}.")
 
 
-def make_engine(name: str, lm: LanguageModel, *, in_place: bool = False, **options: Any) -> Any:
-    """The engine of that name over a model, e.g. `make_engine("cached", lm)`.
-
-    "int8" runs on a copy of the model (`engine.lm`), unless with `in_place` the model itself may be quantised.
-    """
-    return find(name).make(lm, in_place=in_place, **options)
+def make_engine(name: str, lm: LanguageModel, **options: Any) -> Any:
+    """The engine of that name over a model, e.g. `make_engine("cached", lm)`; "int8" has a copy of it (`engine.lm`)."""
+    return find(name).make(lm, **options)
 
 
 def ladder(
@@ -131,6 +112,7 @@ def ladder(
     repeats: int = 3,
     short_warm_up: bool = False,
     memory: bool | Collection[str] = False,
+    progress: bool = False,
     show: bool = True,
 ) -> Comparison:
     """Measure the baselines and every engine of the package so far on one workload, and draw the table.
@@ -169,5 +151,6 @@ def ladder(
     if not made:
         raise UnsupportedModel(" ".join(refused))
     return compare(
-        *made, workload=workload, repeats=repeats, short_warm_up=short_warm_up, memory=memory, notes=refused, show=show
+        *made, workload=workload, repeats=repeats, short_warm_up=short_warm_up, memory=memory, notes=refused,
+        progress=progress, show=show,
     )  # fmt: skip
