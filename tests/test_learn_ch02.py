@@ -7,7 +7,7 @@ import torch
 from exercise_checks import ExerciseChecks
 
 from minfer_lib import LanguageModel, NaiveEngine, SamplingParams
-from minfer_lib.generation.sampling import filter_top_p, filtered_logits, penalised
+from minfer_lib.generation.sampling import TokenCounts, filter_top_p, filtered_logits, penalised
 from minfer_lib.generation.stopping import StopStrings
 from minfer_lib.learn.checks import ch02
 
@@ -95,7 +95,7 @@ def test_the_penalty_is_the_samplers():
     for case in ch02.PENALISE.cases:
         logits, seen, penalty = case.args
         params = SamplingParams(repetition_penalty=penalty)
-        assert penalised(logits.clone(), seen, [], params).tolist() == pytest.approx(case.expected)
+        assert penalised(logits, TokenCounts.of_prompt(seen, logits), params).tolist() == pytest.approx(case.expected)
 
 
 def test_what_is_held_back_is_what_the_engine_holds_back():

@@ -32,7 +32,7 @@ def without_tags(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "obj", [sampling.uniform, sampling.Sampler, sampling.Sampler.__call__, memory.ModelShape.parameters]
+    "obj", [sampling.uniform, sampling.Sampler, sampling.Sampler.launch, memory.ModelShape.parameters]
 )
 def test_lines_are_those_of_the_file(obj):
     source = show(obj)
@@ -89,7 +89,7 @@ def test_only_keeps_the_header_and_the_named_methods():
 
 
 def test_only_takes_one_name_and_functions_of_a_module():
-    assert show(sampling.Sampler, only="__init__").lines[-1][1].strip() == "self.eos_ids = frozenset(eos_ids)"
+    assert "self.eos_ids = frozenset(eos_ids)" in repr(show(sampling.Sampler, only="__init__"))
     assert show(sampling, only="uniform").lines == show(sampling.uniform).lines
     assert show(sampling, only="SORT_FIRST").lines[0][1].startswith("SORT_FIRST = ")
 
@@ -156,7 +156,7 @@ def test_an_instance_is_told_the_name_of_its_class():
 
 
 def test_wrong_names_and_lines_say_what_is_possible():
-    with pytest.raises(InvalidParameter, match=r"only='nothing'.*Sampler has `__call__` or `__init__`"):
+    with pytest.raises(InvalidParameter, match=r"only='nothing'.*Sampler has `__call__`, .* or `peak_bytes`"):
         show(sampling.Sampler, only="nothing")
     for lines in ((1, 2), (10**6, 10**6 + 1)):
         with pytest.raises(InvalidParameter, match="this source has the lines"):

@@ -145,14 +145,14 @@ def test_the_distribution_drawn_is_the_one_the_sampler_draws_from(params):
 
     class Row:
         def __init__(self, seed):
-            self.params, self.seed, self.prompt_token_ids, self.token_ids = params, seed, [0, 4], []
+            self.params, self.seed, self.index, self.prompt_token_ids, self.token_ids = params, seed, 0, [0, 4], []
 
     rows = [Row(seed) for seed in range(4000)]
     tokens = Sampler()(LOGITS.expand(len(rows), -1), rows).token_ids
     counts = np.bincount(tokens, minlength=len(LOGITS)) / len(rows)
     assert abs(counts - probs.numpy()).max() < 0.03
     assert all((p == 0) <= (c == 0) for p, c in zip(probs.tolist(), counts, strict=True))
-    assert uniform([0], [0]).shape == (1,)
+    assert uniform([0], [0], [0]).shape == (1,)
 
 
 def test_sampling_explorer_takes_texts_or_a_function_and_leaves_the_logits_alone():

@@ -14,22 +14,29 @@ from minfer_lib.generation import sampling
 from minfer_lib.generation.sampling import (
     SORT_FIRST,
     Sampler,
-    adjusted_logits,
+    TokenCounts,
+    filter_top_k,
     filter_top_p,
     filtered_logits,
     inverse_cdf,
+    penalised,
     uniform,
 )
+from minfer_lib.models.memory import PeakMemory
 
 INF, NAN = math.inf, math.nan
 
 
-@dataclass
+FREE = SamplingParams()
+
+
+@dataclass(eq=False)
 class Row:
     params: SamplingParams
     prompt_token_ids: list[int] = field(default_factory=lambda: [0])
     token_ids: list[int] = field(default_factory=list)
     seed: int = 0
+    index: int = 0
 
 
 def distribution(probs: list[float] | torch.Tensor, **params: object) -> list[float]:
@@ -45,9 +52,7 @@ def kept(probs: list[float] | torch.Tensor, **params: object) -> set[int]:
 
 def adjusted(logits: list[float], prompt: list[int] = (), output: list[int] = (), eos: set[int] = (), **params) -> list:
     row = Row(SamplingParams(**params), list(prompt), list(output))
-    result, errors = adjusted_logits(torch.tensor([logits]), [row], eos)
-    assert errors == {}
-    return result[0].tolist()
+    return Sampler(eos).edited(torch.tensor(logits), row).tolist()
 
 
 # -- filters, by hand -------------------------------------------------------------------------------------------------
@@ -131,7 +136,7 @@ def test_tiny_temperature_is_greedy(temperature: float):
     assert distribution([0.3, 0.31, 0.39], temperature=temperature) == [0, 0, 1]
 
 
-@pytest.mark.parametrize("temperature", [1e6, 1e30, 1e300])
+@pytest.mark.parametrize("temperature", [1e6, 1e30, 3e38])
 def test_huge_temperature_is_uniform_and_revives_nothing_banned(temperature: float):
     assert distribution([0.3, 0.0, 0.7], temperature=temperature) == pytest.approx([0.5, 0, 0.5], abs=1e-5)
 
@@ -166,6 +171,15 @@ def test_one_flat_row_among_peaked_ones():
     for row in range(3):
         alone = filter_top_p(torch.stack([peaked, peaked, flat])[row : row + 1], p[row : row + 1])
         assert torch.equal(alone[0], together[row])
+
+
+def test_a_row_without_a_filter_among_rows_that_have_one():
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(4, -1)
+    params = [dict(top_k=1), dict(), dict(top_p=0.5), dict(top_k=3, top_p=0.7)]
+    rows = filtered_logits(logits, [SamplingParams(temperature=1.0, **p) for p in params])
+    assert (rows > -INF).tolist() == [[1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]
+    k = torch.tensor([1, 0, 0, 3])
+    assert torch.equal(filter_top_k(logits, k), filter_top_k(logits, k, most=3))
 
 
 # -- what edits logits ----------------------------------------------------------------------------------------------
@@ -209,9 +223,9 @@ def test_processors_run_in_order_and_cannot_touch_the_models_logits():
         return logits.add_(1)
 
     row = Row(SamplingParams(logits_processors=[in_place, lambda ids, x: x * 10]), token_ids=[1])
-    logits = torch.tensor([[1.0, 2.0]])
-    assert adjusted_logits(logits, [row], ())[0].tolist() == [[20.0, 30.0]]
-    assert logits.tolist() == [[1.0, 2.0]] and row.token_ids == [1]
+    logits = torch.tensor([1.0, 2.0])
+    assert Sampler().edited(logits, row).tolist() == [20.0, 30.0]
+    assert logits.tolist() == [1.0, 2.0] and row.token_ids == [1]
 
 
 @pytest.mark.parametrize("produced", [0, 1, 2, 3])
@@ -225,6 +239,59 @@ def test_min_tokens_holds_back_no_ignored_eos_and_nothing_where_nothing_ends():
     assert adjusted([1.0] * 4, eos=set(), min_tokens=2) == [1.0] * 4
     beyond = {0, 77, -1}  # ids that the logits do not have; -1 is what some configs write for "none"
     assert adjusted([1.0] * 4, eos=beyond, min_tokens=2) == [-INF, 1.0, 1.0, 1.0]
+
+
+PENALTIES = SamplingParams(repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.3)
+
+
+def from_nothing(logits: torch.Tensor, row: Row) -> torch.Tensor:
+    return penalised(logits, TokenCounts.of_prompt(row.prompt_token_ids, logits).after(row.token_ids), row.params)
+
+
+def test_penalties_count_only_what_is_new(monkeypatch: pytest.MonkeyPatch):
+    """Over an answer each token goes to the device once, and the result is that of counting all of them anew."""
+    uploads, upload = [], sampling.upload
+    generator = torch.Generator().manual_seed(3)
+    row, sampler = Row(PENALTIES, prompt_token_ids=[1, 2, 2], token_ids=[]), Sampler()
+    for step in range(200):
+        logits = torch.randn(1, 12, generator=generator) * 3
+        expected = [from_nothing(logits[0], row).argmax().item()]
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling, "upload", lambda ids, *rest: uploads.append(len(ids)) or upload(ids, *rest))
+            assert sampler(logits, [row]).token_ids == expected
+            assert sampler(logits, [row]).token_ids == expected  # a step that is computed again
+        row.token_ids.append(step * step % 12)
+    assert sum(uploads) == 3 + 199  # the prompt once, and every token but the last
+    assert torch.equal(sampler.edited(logits[0], row), from_nothing(logits[0], row))
+
+
+def test_penalties_of_rows_that_come_and_go():
+    rows = [Row(PENALTIES, prompt_token_ids=[i], token_ids=[]) for i in range(5)]
+    sampler = Sampler()
+    for step in range(30):
+        present = [row for i, row in enumerate(rows) if (step + i) % 3]
+        logits = torch.randn(len(present), 6, generator=torch.Generator().manual_seed(step))
+        expected = [from_nothing(logits[i], row).argmax().item() for i, row in enumerate(present)]
+        assert sampler(logits, present).token_ids == expected
+        assert len(sampler._counts) == len(present)  # nothing is kept of those that are gone
+        for row, token in zip(present, expected, strict=True):
+            row.token_ids.append(token)
+
+
+def test_an_interrupt_while_penalties_are_counted_counts_nothing_twice(monkeypatch: pytest.MonkeyPatch):
+    row, sampler, logits = Row(PENALTIES, [0], [1, 1]), Sampler(), torch.tensor([[3.0, 4.0, 3.5]])
+    expected, after = sampler(logits, [row]).token_ids, TokenCounts.after
+    row.token_ids += [2, 1]
+
+    def interrupted(counts: TokenCounts, output_ids: list[int]) -> TokenCounts:
+        after(counts, output_ids)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TokenCounts, "after", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sampler(logits, [row])
+    monkeypatch.setattr(TokenCounts, "after", after)
+    assert torch.equal(sampler.edited(logits[0], row), from_nothing(logits[0], row)) and expected == [2]
 
 
 def test_bias_decides_for_greedy_too():
@@ -243,8 +310,24 @@ def test_a_row_of_the_model_that_is_not_a_number(bad: float, temperature: float)
     logits = torch.tensor([[0.0, 1.0, 9.0], [0.0, bad, 9.0], [9.0, 1.0, 0.0]])
     rows = [Row(SamplingParams(temperature=temperature, top_p=0.9, top_k=2)) for _ in range(3)]
     samples = Sampler()(logits, rows)
-    assert set(samples.errors) == {1} and "largest logit" in str(samples.errors[1])
+    assert set(samples.errors) == {1} and "the model's largest logit" in str(samples.errors[1])
     assert samples.token_ids[0] == 2 and samples.token_ids[2] == 0
+
+
+@pytest.mark.parametrize(
+    "params",
+    [dict(repetition_penalty=1e-38), dict(frequency_penalty=-3e38), dict(logit_bias={1: 3e38}, presence_penalty=-3e38)],
+)
+def test_parameters_that_leave_float32_are_not_taken_for_the_models_overflow(params: dict):
+    samples = Sampler()(torch.tensor([[0.0, 9.0, 1.0]] * 2), [Row(SamplingParams(**params), [1], [1, 1]), Row(FREE)])
+    assert set(samples.errors) == {0} and samples.token_ids[1] == 1
+    assert "penalties" in str(samples.errors[0]) and "the model" not in str(samples.errors[0])
+
+
+def test_a_processor_cannot_hide_that_the_model_overflowed():
+    row = Row(SamplingParams(logits_processors=[lambda ids, logits: torch.nan_to_num(logits)]))
+    samples = Sampler()(torch.tensor([[NAN, 1.0]]), [row])
+    assert "the model overflowed" in str(samples.errors[0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -309,28 +392,41 @@ BOUND = 1.95 / math.sqrt(N)  # exceeded by one uniform sample in a thousand (Kol
     ],
 )
 def test_uniform_numbers_are_uniform(seeds, positions):
-    sample = uniform(list(seeds), list(positions))
+    sample = uniform(list(seeds), [0] * N, list(positions))
     assert sample.dtype == torch.float64 and sample.min() >= 0 and sample.max() < 1
     assert largest_gap(sample) < BOUND
     assert len(set(sample.tolist())) == N
 
 
-@pytest.mark.parametrize("step", [(0, 1), (1, 0), (1, -1), (1, 1)])
-def test_neighbours_are_independent(step: tuple[int, int]):
-    """Of (seed, position) and its neighbour: pairs fill the square evenly, chi-squared over 8 x 8 cells."""
+STEPS = [(0, 0, 1), (1, 0, 0), (1, 0, -1), (1, 0, 1), (0, 1, 0), (1, -1, 0), (0, 1, -1), (-1, 1, 1)]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_neighbours_are_independent(step: tuple[int, int, int]):
+    """Of (seed, index, position) and its neighbour: pairs fill the square evenly, chi-squared over 8 x 8 cells."""
     seeds, positions = range(1000, 1000 + N), [50] * N
-    first = uniform(list(seeds), positions)
-    second = uniform([s + step[0] for s in seeds], [p + step[1] for p in positions])
+    first = uniform(list(seeds), [2] * N, positions)
+    second = uniform([s + step[0] for s in seeds], [2 + step[1]] * N, [p + step[2] for p in positions])
     cells = torch.bincount((first * 8).long() * 8 + (second * 8).long(), minlength=64).double()
     assert ((cells - N / 64) ** 2 / (N / 64)).sum().item() < 103.4  # 63 degrees of freedom, one in a thousand
 
 
 def test_a_number_is_the_same_in_any_company():
-    seeds, positions = [3, 2**63 + 5, -1, 2**64 - 1, 2**70], [0, 5, 9, 9, 1]
-    together = uniform(seeds, positions).tolist()
-    assert together == [uniform([s], [p]).item() for s, p in zip(seeds, positions, strict=True)]
+    seeds, indices, positions = [3, 2**63 + 5, -1, 2**64 - 1, 2**70], [0, 1, 2, 2, 1023], [0, 5, 9, 9, 1]
+    together = uniform(seeds, indices, positions).tolist()
+    assert together == [uniform([s], [i], [p]).item() for s, i, p in zip(seeds, indices, positions, strict=True)]
     assert together[2] == together[3]  # seeds are taken modulo 2**64
     assert len(set(together)) == 4
+
+
+def test_seeds_and_indices_share_no_numbers():
+    """Four answers with seed 7 and four with seed 8, over 2,000 positions: all of their numbers differ."""
+    streams = [(seed, index) for seed in (7, 8) for index in range(4)]
+    numbers = [uniform([s] * 2000, [i] * 2000, range(2000)).tolist() for s, i in streams]
+    assert len({u for stream in numbers for u in stream}) == 8 * 2000
+    rows = [Row(SamplingParams(temperature=1.5), token_ids=[0], seed=s, index=i) for s, i in streams]
+    answers = [Sampler()(torch.zeros(1, 50_000), [row]).token_ids[0] for row in rows]
+    assert answers == [int(50_000 * stream[1]) for stream in numbers] and len(set(answers)) == 8
 
 
 def test_mixing_function_is_splitmix64():
@@ -369,8 +465,8 @@ def test_frequencies_of_tokens_match_their_probabilities(params: dict):
     """Bernstein's inequality: a count strays further than this from its mean once in 10^6, for each of 12 tokens."""
     logits = torch.linspace(-1.5, 1.5, 12)[torch.randperm(12, generator=torch.Generator().manual_seed(1))]
     row = Row(SamplingParams(**params), prompt_token_ids=[2, 5])
-    edited, _ = adjusted_logits(logits[None], [row], ())
-    probs = filtered_logits(edited, [row.params]).softmax(-1)[0]
+    edited = Sampler().edited(logits, row)
+    probs = filtered_logits(edited[None], [row.params]).softmax(-1)[0]
     draws = 8000
     rows = [Row(row.params, [2, 5], seed=seed) for seed in range(draws)]
     counts = Counter(Sampler()(logits.expand(draws, -1), rows).token_ids)
@@ -384,7 +480,7 @@ def test_every_position_draws_a_number_of_its_own():
     """One request over 400 positions of a flat distribution of 10: each token comes, about as often as the others."""
     rows = [Row(SamplingParams(temperature=1.0), token_ids=[0] * position, seed=5) for position in range(400)]
     drawn = Sampler()(torch.zeros(400, 10), rows).token_ids
-    assert drawn == [int(u * 10) for u in uniform([5] * 400, list(range(400))).tolist()]
+    assert drawn == [int(u * 10) for u in uniform([5] * 400, [0] * 400, range(400)).tolist()]
     counts = torch.bincount(torch.tensor(drawn), minlength=10)
     assert ((counts - 40.0) ** 2 / 40).sum() < 27.9  # chi-squared of 9 degrees of freedom, one in a thousand
 
@@ -406,7 +502,9 @@ parameters = st.builds(
 )
 tokens = st.lists(st.integers(0, 9), max_size=5)
 rows_of_a_batch = st.lists(
-    st.builds(Row, parameters, tokens.filter(bool), tokens, st.integers(-(2**70), 2**70)), min_size=1, max_size=6
+    st.builds(Row, parameters, tokens.filter(bool), tokens, st.integers(-(2**70), 2**70), st.integers(0, 3)),
+    min_size=1,
+    max_size=6,
 )
 
 
@@ -469,6 +567,97 @@ def test_any_dtype_and_logits_are_left_alone(dtype: torch.dtype):
     assert torch.equal(logits, before) and logits.dtype == dtype and samples.errors == {}
     reference = Sampler()(before.float(), [Row(params, [1], [2])] * 2)
     assert samples == reference
+
+
+DEAREST = dict(
+    temperature=1.0, top_p=0.9, min_p=0.001, repetition_penalty=1.2, frequency_penalty=0.1, presence_penalty=0.1,
+    logit_bias={3: 1.0}, min_tokens=9, logprobs=5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_torchs_default_dtype_makes_no_difference(dtype: torch.dtype):
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(2)) * 3
+
+    def draw() -> sampling.Samples:
+        rows = [Row(SamplingParams(**DEAREST, top_k=k), [1, 2], [3, 4, 3], seed=k) for k in (0, 5, 50, 7)]
+        return Sampler({0})(logits, rows)
+
+    expected = draw()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert draw() == expected
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_many_rows_are_drawn_slice_by_slice(monkeypatch: pytest.MonkeyPatch):
+    def draw() -> sampling.Samples:
+        banned = SamplingParams(logit_bias=dict.fromkeys(range(50), -INF))
+        kinds = [SamplingParams(**DEAREST), FREE, SamplingParams(temperature=2.0), banned]
+        rows = [Row(kinds[i % 4], [i], [i + 1], seed=i) for i in range(23)]
+        return Sampler({0})(torch.randn(23, 50, generator=torch.Generator().manual_seed(1)), rows)
+
+    at_once = draw()
+    assert set(at_once.errors) == set(range(3, 23, 4))
+    for values in (1, 100, 390, 1150):  # slices of 1, 2, 7 and 23 rows
+        monkeypatch.setattr(sampling, "SLICE_VALUES", values)
+        slices = draw()
+        assert (slices.token_ids, slices.logprobs) == (at_once.token_ids, at_once.logprobs)
+        assert slices.errors.keys() == at_once.errors.keys()
+
+
+# -- one copy a step ------------------------------------------------------------------------------------------------
+
+
+MIXES = {
+    "greedy": ([FREE] * 3, 1),
+    "sampling": ([SamplingParams(temperature=1.0), SamplingParams(temperature=0.5, top_k=5, top_p=0.9, min_p=0.1)], 1),
+    "both": ([FREE, SamplingParams(temperature=1.0, top_p=0.5), FREE, SamplingParams(temperature=1.0, top_k=3)], 1),
+    "all": ([FREE, SamplingParams(**DEAREST), SamplingParams(**DEAREST, top_k=4)], 2),
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_step_asks_the_device_once(mix: str, monkeypatch: pytest.MonkeyPatch):
+    """On the meta device nothing can be looked at: whatever decided by a value of a tensor would raise."""
+    copies = []
+
+    class Recorder:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            assert tensor.device.type == "meta"
+            copies.append(tuple(tensor.shape))
+
+    monkeypatch.setattr(sampling, "Download", Recorder)
+    params, expected = MIXES[mix]
+    Sampler({0}).launch(torch.zeros(len(params), 50, device="meta"), [Row(p, [1], [2, 3]) for p in params])
+    assert len(copies) == expected and copies[0] == (len(params), 3)
+
+
+def test_a_launched_step_can_be_read_later():
+    """Two steps are launched before either is read; rows that have gone on meanwhile do not change the first."""
+    sampler, row = Sampler(), Row(SamplingParams(temperature=1.0, logprobs=1), seed=4)
+    logits = torch.randn(2, 1, 30, generator=torch.Generator().manual_seed(0))
+    alone = [Sampler()(logits[i], [Row(row.params, token_ids=[0] * i, seed=4)]) for i in range(2)]
+    first = sampler.launch(logits[0], [row])
+    row.token_ids.append(0)
+    second = sampler.launch(logits[1], [row])
+    assert [second.result(), first.result()] == alone[::-1] and first.result() == alone[0]
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(16, 64_000), (90, 64_000), (1, 250_000), (300, 500), (2, 20)])
+@pytest.mark.parametrize("top_k", [0, 50, 10**6])
+def test_the_sampler_needs_no_more_memory_than_it_says(rows: int, vocab: int, top_k: int):
+    params = SamplingParams(**DEAREST, top_k=top_k)
+    batch = [Row(params, [1, 2], [3, 4], seed=i) for i in range(rows)]
+    logits = torch.zeros(rows, vocab)  # flat, so that top_p has to sort all of it
+    with PeakMemory() as peak:
+        Sampler({0})(logits, batch)
+    assert 0.05 * Sampler.peak_bytes(rows, vocab) < peak.peak_bytes <= Sampler.peak_bytes(rows, vocab) or vocab < 100
+    with PeakMemory() as greedy:
+        Sampler({0})(logits, [Row(FREE)] * rows)
+    assert greedy.peak_bytes < 100 * rows + 1000  # no copy of the logits
 
 
 # -- log-probabilities ------------------------------------------------------------------------------------------------

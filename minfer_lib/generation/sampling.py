@@ -1,12 +1,15 @@
 """From the logits of a step to one token per row, where every row may have its own parameters.
 
-Invariant: a row's token is a function of that row's logits, its `SamplingParams`, its own tokens and (seed, position)
-alone. Neither the other rows of the batch nor any generator's state takes part, so that a request gives the same
-answer alone, in company, and when it is computed again.
+Invariant: a row's token is a function of that row's logits, its `SamplingParams`, its own tokens and (seed, index,
+position) alone. Neither the other rows of the batch nor any generator's state takes part, so that a request gives the
+same answer alone, in company, and when it is computed again.
 
 The steps, in order: penalties, bias, the caller's own processors, min_tokens, temperature, top_k, top_p, min_p, draw.
 Top-k: Fan et al. 2018; top-p (nucleus): Holtzman et al. 2020; min-p: Nguyen et al. 2024; repetition penalty: Keskar et
 al. 2019 (CTRL). All arithmetic is in float32 or better, whatever the model computes in.
+
+Nothing here waits for the device but `PendingSamples.result`: numbers go there through `upload`, whatever decides which
+operations run is known on the host, and one small table comes back. Rows that ask for logprobs add a second one.
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ from typing import Protocol
 
 import torch
 
+from ..errors import shown
 from .params import LogitsProcessor, SamplingParams
 
 MIN_TEMPERATURE = 1e-6  # below it float32 cannot tell a row from a greedy one
-MAX_TEMPERATURE = 1e30  # above it lies float32's infinity, which would make a banned token's -inf a NaN
 TOP_P_SLACK = 1e-6  # float32 probabilities are right to about this; keeps .5 + .3 from missing a top_p of .8
-SORT_FIRST = 1024  # candidates that are sorted before the whole vocabulary is
+SORT_FIRST = 1024  # candidates that a CPU sorts before the whole vocabulary
+SLICE_VALUES = 2**22  # logits that are filtered and drawn from at once, which bounds the sampler's memory
+SLICE_BYTES = 72  # most bytes alive for each of them, sorting included
+MOST_LOGPROBS = 1024  # entries a row that `Sampler.peak_bytes` makes room for
 
 
 class Row(Protocol):
@@ -32,6 +38,7 @@ class Row(Protocol):
     prompt_token_ids: list[int]
     token_ids: list[int]  # generated so far; its length is the position that is drawn now
     seed: int
+    index: int
 
 
 @dataclass
@@ -51,24 +58,120 @@ class Sampler:
 
     def __init__(self, eos_ids: Collection[int] = ()) -> None:
         self.eos_ids = frozenset(eos_ids)
+        self._counts: dict[Row, TokenCounts] = {}  # of the rows of the last step that have penalties
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[Row]) -> Samples:
+        """One token for each row of `logits` [rows, vocab]; see `launch`."""
+        return self.launch(logits, rows).result()
 
     @torch.no_grad()
-    def __call__(self, logits: torch.Tensor, rows: Sequence[Row]) -> Samples:
-        """`logits` [rows, vocab], any float dtype, is left unchanged; returns one token id a row.
+    def launch(self, logits: torch.Tensor, rows: Sequence[Row]) -> PendingSamples:
+        """Starts to draw one token for each row of `logits` [rows, vocab], at least one row, and does not wait for it.
 
-        A processor that raises, or logits that leave nothing to choose (all -inf, or NaN), are reported in `errors`
-        for that row alone.
+        `logits` may have any float dtype and are left unchanged. A processor that raises, or logits that leave nothing
+        to choose (all -inf, or NaN), are reported in `errors` for that row alone.
         """
-        raw = logits.to(sampling_device(logits.device)).float()
-        if all(plain_greedy(row.params) for row in rows):
-            tokens, errors = raw.argmax(-1), {}
-        else:
-            edited, errors = adjusted_logits(raw, rows, self.eos_ids)
-            tokens = draw(edited, rows)
-            raw_max = edited.amax(-1)
-            errors |= undefined_rows(raw_max, errors)
-        errors |= undefined_rows(raw.amax(-1), errors)
-        return Samples(tokens.tolist(), top_logprobs(raw, tokens, rows), errors)
+        logits = logits.to(sampling_device(logits.device))
+        tables, errors = [], {}
+        step = rows_at_once(logits.shape[-1])
+        for begin in range(0, len(rows), step):
+            tables.append(self._table(logits[begin : begin + step], rows[begin : begin + step], begin, errors))
+        if self._counts:
+            self._counts = {row: self._counts[row] for row in rows if row in self._counts}
+        table = torch.cat(tables)
+        logprobs = {
+            i: top_logprobs(logits[i], table[i : i + 1, 0].long(), row.params.logprobs)
+            for i, row in enumerate(rows)
+            if row.params.logprobs is not None
+        }
+        return PendingSamples(table, logprobs, errors)
+
+    def _table(
+        self, logits: torch.Tensor, rows: Sequence[Row], first: int, errors: dict[int, Exception]
+    ) -> torch.Tensor:
+        """[rows, 3] in float64, which holds all of them exactly: the token, the model's largest logit, and the largest
+        one after everything that edits logits. An error of row i is entered as that of row first + i."""
+        largest, tokens = logits.max(-1)  # of equals the first
+        usable = largest
+        if edited := [i for i, row in enumerate(rows) if edits(row)]:
+            logits = logits.to(torch.float32, copy=True)
+            for i in edited:
+                try:
+                    logits[i] = self.edited(logits[i], rows[i])
+                except Exception as error:  # the caller's own code: whatever it raises ends this row, not the batch
+                    errors[first + i] = error
+            usable, tokens = logits.max(-1)
+        tokens = draw(logits, tokens, rows)
+        return torch.stack([tokens.double(), largest.double(), usable.double()], 1)
+
+    def edited(self, logits: torch.Tensor, row: Row) -> torch.Tensor:
+        """Logits [vocab] (float32) of one row after penalties, bias, processors and min_tokens."""
+        params, device = row.params, logits.device
+        if params.penalises:
+            counts = self._counts.get(row) or TokenCounts.of_prompt(row.prompt_token_ids, logits)
+            # only what is new is counted, and kept in one assignment, so that an interrupt counts nothing twice
+            self._counts[row] = counts = counts.after(row.token_ids)
+            logits = penalised(logits, counts, params)
+        if params.logit_bias:
+            ids = upload(list(params.logit_bias), torch.long, device)
+            logits = logits.index_add(0, ids, upload(list(params.logit_bias.values()), torch.float32, device))
+        for processor in params.logits_processors:
+            logits = processed(processor, row.token_ids, logits)
+        if len(row.token_ids) < params.min_tokens:
+            held_back = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_ids)
+            ids = [t for t in held_back if 0 <= t < len(logits)]  # some configs write -1 for "no EOS"
+            logits = logits.index_fill(0, upload(ids, torch.long, device), -torch.inf)
+        return logits
+
+    @staticmethod
+    def peak_bytes(rows: int, vocab: int) -> int:
+        """Upper bound of the bytes that a step of so many rows needs beside its logits, with the dearest parameters (up
+        to 1,024 logprobs a row), and of what penalties keep from step to step."""
+        kept = 5 * rows * vocab  # `TokenCounts`
+        slice_of_rows = min(rows, rows_at_once(vocab)) * vocab * SLICE_BYTES
+        one_row = 40 * vocab  # in `edited` and `top_logprobs`
+        return kept + slice_of_rows + one_row + rows * (MOST_LOGPROBS * 48 + 4096)
+
+
+class PendingSamples:
+    """Samples that the device may still be computing."""
+
+    def __init__(self, table: torch.Tensor, logprobs: dict[int, torch.Tensor], errors: dict[int, Exception]) -> None:
+        """table: [rows, 3] of `Sampler`. logprobs: [2, entries] of `top_logprobs` for the rows that ask."""
+        self._table = Download(table)
+        self._entries = {row: entries.shape[1] for row, entries in logprobs.items()}
+        self._logprobs = Download(torch.cat(list(logprobs.values()), 1)) if logprobs else None
+        self._errors = errors
+
+    def result(self) -> Samples:
+        """Waits for the device."""
+        table = self._table.wait()
+        samples = Samples(table[:, 0].long().tolist(), [None] * len(table), dict(self._errors))
+        for row in (~table[:, 1:].isfinite().all(1)).nonzero().flatten().tolist():
+            samples.errors.setdefault(row, undefined(*table[row, 1:].tolist()))
+        if self._logprobs is not None:
+            sizes = list(self._entries.values())
+            ids, values = (half.split(sizes) for half in self._logprobs.wait())
+            for row, row_ids, row_values in zip(self._entries, ids, values, strict=True):
+                # a chosen token among the most likely ones stands there twice, with the same value
+                samples.logprobs[row] = dict(zip(row_ids.long().tolist(), row_values.tolist(), strict=True))
+        return samples
+
+
+def undefined(largest: float, usable: float) -> ValueError:
+    """The error of a row whose largest logit is not a number to choose by: NaN (one is enough) or infinite."""
+    if not abs(largest) < torch.inf:
+        return ValueError(
+            f"the model's largest logit of this step is {largest}, so there is no token to choose: the model "
+            "overflowed. Try float32 or bfloat16."
+        )
+    return ValueError(
+        f"the largest logit of this step is {usable}, so there is no token to choose: logit_bias, penalties, logits "
+        "processors or min_tokens banned every token, or took the largest beyond float32."
+    )
+
+
+# -- between host and device ----------------------------------------------------------------------------------------
 
 
 def sampling_device(device: torch.device) -> torch.device:
@@ -76,114 +179,126 @@ def sampling_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device
 
 
-def plain_greedy(params: SamplingParams) -> bool:
-    """Whether nothing but the largest logit matters to this row."""
-    return params.temperature == 0 and not params.edits_logits
+def upload(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers as a tensor on the device, without waiting for it."""
+    tensor = torch.as_tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def undefined_rows(largest: torch.Tensor, known: dict[int, Exception]) -> dict[int, Exception]:
-    """Rows whose largest logit [rows] is not a number to choose by; NaN anywhere in a row makes its maximum NaN."""
-    bad = (~torch.isfinite(largest)).nonzero().flatten().tolist()
-    return {
-        row: ValueError(
-            f"the largest logit of this step is {largest[row].item()}: there is no token to choose. Either every token "
-            "was banned (logit_bias, a logits processor, min_tokens), or the model overflowed: try float32 or bfloat16."
-        )
-        for row in bad
-        if row not in known
-    }
+class Download:
+    """A tensor on its way to the host. Who waits for it waits for what is queued now, not for what comes later."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host = tensor.to("cpu", non_blocking=tensor.is_cuda)  # for CUDA into pinned memory
+        self._event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+    def wait(self) -> torch.Tensor:
+        """The tensor on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
 
 
-# -- steps on logits ------------------------------------------------------------------------------------------------
+def rows_at_once(vocab: int) -> int:
+    """Rows of logits that are worked on together."""
+    return max(1, SLICE_VALUES // vocab)
 
 
-def adjusted_logits(
-    logits: torch.Tensor, rows: Sequence[Row], eos_ids: Collection[int]
-) -> tuple[torch.Tensor, dict[int, Exception]]:
-    """Penalties, bias, processors and min_tokens: what changes logits one row at a time. [rows, vocab] in and out."""
-    logits, errors = logits.clone(), {}
-    for i, row in enumerate(rows):
-        params = row.params
-        if params.penalises:
-            logits[i] = penalised(logits[i], row.prompt_token_ids, row.token_ids, params)
-        if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), device=logits.device)
-            logits[i, ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
-        for processor in params.logits_processors:
-            try:
-                logits[i] = processed(processor, row.token_ids, logits[i])
-            except Exception as error:  # the caller's own code: whatever it raises ends this row, not the batch
-                errors[i] = error
-                break
-        if len(row.token_ids) < params.min_tokens:
-            held_back = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_ids))
-            logits[i, [t for t in held_back if 0 <= t < logits.shape[-1]]] = -torch.inf
-    return logits, errors
+# -- what edits the logits of a row -----------------------------------------------------------------------------------
+
+
+def edits(row: Row) -> bool:
+    """Whether anything changes this row's logits before the temperature does."""
+    return row.params.edits_logits or len(row.token_ids) < row.params.min_tokens
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Which tokens a prompt has, and how often its answer has each: a function of both, added up as the answer grows.
+
+    in_prompt: bool [vocab]. in_output: float32 [vocab]. output_length: tokens of the answer that are counted.
+    """
+
+    in_prompt: torch.Tensor
+    in_output: torch.Tensor
+    output_length: int = 0
+
+    @classmethod
+    def of_prompt(cls, prompt_ids: Sequence[int], logits: torch.Tensor) -> TokenCounts:
+        """Of a row that has said nothing yet; on the device of its `logits` [vocab]."""
+        in_prompt = torch.zeros_like(logits, dtype=torch.bool)
+        in_prompt.index_fill_(0, upload(prompt_ids, torch.long, logits.device), True)
+        return cls(in_prompt, torch.zeros_like(logits, dtype=torch.float32))
+
+    def after(self, output_ids: Sequence[int]) -> TokenCounts:
+        """Of the row when its answer is `output_ids`, which begin with those that are counted already."""
+        new = upload(output_ids[self.output_length :], torch.long, self.in_output.device)
+        ones = torch.ones_like(new, dtype=torch.float32)
+        return TokenCounts(self.in_prompt, self.in_output.index_add(0, new, ones), len(output_ids))
+
+
+def penalised(logits: torch.Tensor, counts: TokenCounts, params: SamplingParams) -> torch.Tensor:
+    """Logits [vocab] with the three penalties: repetition over prompt and output, the other two over the output."""
+    said = counts.in_output > 0
+    if params.repetition_penalty != 1.0:
+        # dividing a negative logit would raise it: it is multiplied instead
+        less = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+        logits = torch.where(counts.in_prompt | said, less, logits)
+    if params.presence_penalty or params.frequency_penalty:
+        penalty = params.presence_penalty + params.frequency_penalty * counts.in_output
+        logits = torch.where(said, logits - penalty, logits)
+    return logits
 
 
 def processed(processor: LogitsProcessor, token_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
     """What the caller's own processor makes of one row of logits [vocab]; a wrong shape would broadcast silently."""
     result = processor(list(token_ids), logits.clone())
     if not isinstance(result, torch.Tensor) or result.shape != logits.shape:
-        returned = f"shape {list(result.shape)}" if isinstance(result, torch.Tensor) else repr(result)
+        returned = f"shape {list(result.shape)}" if isinstance(result, torch.Tensor) else shown(result)
         raise ValueError(
             f"a logits processor must return the logits, a tensor of shape {list(logits.shape)}; it returned {returned}"
         )
-    return result
+    return result.to(logits.device, logits.dtype)
 
 
-def penalised(
-    logits: torch.Tensor, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
-) -> torch.Tensor:
-    """Logits [vocab] with the three penalties: repetition over prompt and output, the other two over the output."""
-    output = torch.tensor(output_ids, dtype=torch.long, device=logits.device)
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor([*prompt_ids, *output_ids], dtype=torch.long, device=logits.device).unique()
-        values = logits[seen]
-        # dividing a negative logit would raise it: it is multiplied instead
-        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if len(output_ids) and (params.presence_penalty or params.frequency_penalty):
-        ids, counts = output.unique(return_counts=True)
-        logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
-    return logits
+# -- filters ----------------------------------------------------------------------------------------------------------
 
 
-def scaled_logits(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """(logits - max) / temperature. [rows, vocab], [rows] -> [rows, vocab]; the largest becomes exactly 0.
+def keep_largest(logits: torch.Tensor, ordered: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Keeps the `count` [rows] largest logits of each row, -inf for the rest; among equals the lowest ids stay.
 
-    Subtracting the maximum first changes no probability and keeps a tiny temperature from overflowing.
+    ordered: [rows, at least count], the largest of each row in descending order.
     """
-    shifted = logits - logits.amax(-1, keepdim=True)
-    return shifted / temperature.clamp(MIN_TEMPERATURE, MAX_TEMPERATURE)[:, None]
-
-
-def keep_largest(logits: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Keeps the `count` [rows] largest logits of each row, -inf for the rest; among equals the lowest ids stay."""
-    most = int(count.max())
-    ordered = logits.topk(most, dim=-1).values  # [rows, most], descending
     smallest_kept = ordered.gather(-1, count[:, None] - 1)  # [rows, 1]
     above, equal = logits > smallest_kept, logits == smallest_kept
     room = count[:, None] - above.sum(-1, keepdim=True)
-    return logits.masked_fill(~(above | (equal & (equal.cumsum(-1) <= room))), -torch.inf)
+    return logits.masked_fill(~(above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room))), -torch.inf)
 
 
-def filter_top_k(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Keeps each row's k [rows] (long) most likely tokens; 0 keeps all."""
-    vocab = logits.shape[-1]
-    return keep_largest(logits, torch.where(k > 0, k, vocab).clamp(max=vocab))
+def filter_top_k(logits: torch.Tensor, k: torch.Tensor, most: int | None = None) -> torch.Tensor:
+    """Keeps each row's k [rows] (long, up to vocab) most likely tokens; 0 keeps all. most: the largest k, if known."""
+    most = int(k.max()) if most is None else most
+    kept = keep_largest(logits, logits.topk(most, dim=-1).values, k.clamp(1, most))
+    return torch.where(k[:, None] > 0, kept, logits)
 
 
-def filter_top_p(logits: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Keeps the fewest most likely tokens whose probabilities reach p [rows]; the token that crosses p stays in."""
-    vocab = logits.shape[-1]
+def filter_top_p(logits: torch.Tensor, p: torch.Tensor, most: int | None = None) -> torch.Tensor:
+    """Keeps the fewest most likely tokens whose probabilities reach p [rows]; the token that crosses p stays in.
+
+    most: how many tokens a row with p < 1 can have left, if that is less than the vocabulary.
+    """
+    most = logits.shape[-1] if most is None else most
     total = logits.logsumexp(-1, keepdim=True)
-    for width in (min(SORT_FIRST, vocab), vocab):  # a sort of the whole vocabulary is slow and rarely needed
-        probs = (logits.topk(width, dim=-1).values - total).exp()  # [rows, width], descending
-        mass_before = probs.double().cumsum(-1) - probs  # of all more likely tokens
+    # A CPU rarely needs to sort the whole vocabulary. On a device, to ask whether it must would cost a synchronisation.
+    widths = (min(SORT_FIRST, most), most) if logits.device.type == "cpu" else (most,)
+    for width in widths:
+        ordered = logits.topk(width, dim=-1).values  # [rows, width], descending
+        probs = (ordered - total).exp()
+        mass_before = probs.cumsum(-1, dtype=torch.float64) - probs  # of all more likely tokens
         count = (mass_before < p[:, None] - TOP_P_SLACK).sum(-1).clamp_min(1)
-        if width == vocab or (count < width).all():
+        if width == most or ((count < width) | (p >= 1)).all():
             break
-    return keep_largest(logits, torch.where(p < 1, count, vocab))
+    return torch.where(p[:, None] < 1, keep_largest(logits, ordered, count), logits)
 
 
 def filter_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
@@ -197,34 +312,44 @@ def filtered_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> t
 
     `softmax(filtered_logits(...))` is the distribution that a token is drawn from.
     """
-
-    def column(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=logits.device)
-
-    logits = scaled_logits(logits.float(), column("temperature"))
-    if any(p.top_k for p in params):
-        k = [min(p.top_k, logits.shape[-1]) for p in params]  # what is asked for may be beyond 64 bits
-        logits = filter_top_k(logits, torch.tensor(k, device=logits.device))
+    vocab = logits.shape[-1]
+    top_ks = [min(p.top_k, vocab) for p in params]  # what is asked for may be beyond 64 bits
+    columns = [
+        [max(p.temperature, MIN_TEMPERATURE) for p in params],
+        top_ks,
+        [p.top_p for p in params],
+        [p.min_p for p in params],
+    ]
+    temperature, k, top_p, min_p = upload(columns, torch.float64, logits.device)
+    # Taking the maximum off first changes no probability, and keeps a tiny temperature from overflowing.
+    logits = (logits.float() - logits.amax(-1, keepdim=True).float()).div_(temperature.float()[:, None])
+    if any(top_ks):
+        logits = filter_top_k(logits, k.long(), max(top_ks))
     if any(p.top_p < 1 for p in params):
-        logits = filter_top_p(logits, column("top_p", torch.float64))
+        narrow = all(top_ks[i] for i, p in enumerate(params) if p.top_p < 1)
+        logits = filter_top_p(logits, top_p, max(top_ks) if narrow else vocab)
     if any(p.min_p for p in params):
-        logits = filter_min_p(logits, column("min_p"))
+        logits = filter_min_p(logits, min_p.float())
     return logits
 
 
 # -- the draw -------------------------------------------------------------------------------------------------------
 
 
-def draw(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """One token id for each row [rows] of adjusted logits [rows, vocab]: the largest, or drawn by (seed, position)."""
-    tokens = logits.argmax(-1)
+def draw(logits: torch.Tensor, likeliest: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Token ids [rows] for logits [rows, vocab]: `likeliest` [rows], or drawn where there is a temperature."""
     random = [i for i, row in enumerate(rows) if row.params.temperature > 0]
-    if random:
-        chosen = [rows[i] for i in random]
-        probs = filtered_logits(logits[random], [row.params for row in chosen]).softmax(-1)
-        u = uniform([row.seed for row in chosen], [len(row.token_ids) for row in chosen]).to(logits.device)
-        tokens[random] = inverse_cdf(probs, u)
-    return tokens
+    if not random:
+        return likeliest
+    chosen = [rows[i] for i in random]
+    u = uniform([r.seed for r in chosen], [r.index for r in chosen], [len(r.token_ids) for r in chosen])
+    u = upload(u, torch.float64, logits.device)
+    params = [row.params for row in chosen]
+    if len(random) == len(rows):
+        return inverse_cdf(filtered_logits(logits, params).softmax(-1), u)
+    where = upload(random, torch.long, logits.device)
+    drawn = inverse_cdf(filtered_logits(logits.index_select(0, where), params).softmax(-1), u)
+    return likeliest.index_copy(0, where, drawn)
 
 
 def inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -233,7 +358,7 @@ def inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     In order of ids, not of probability: two nearly equal tokens may swap ranks when the company of a row changes the
     last bits of its logits, and that must not move every other token on the line.
     """
-    cdf = probs.double().cumsum(-1)
+    cdf = probs.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1]
     # Rounding may put u * total on the very end of the line. A point before the end is always inside some token's part.
     point = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -241,15 +366,18 @@ def inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return token.clamp(max=probs.shape[-1] - 1)  # a row of NaN; its error is reported elsewhere
 
 
-def uniform(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """One number in [0, 1) for each (seed, position), float64 [rows]; any Python integers will do.
+def uniform(seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """One number in [0, 1) for each (seed, index of the answer, position), float64 [rows]; seeds may be any integers.
 
     A counter-based generator (Salmon et al. 2011) with the mixing function of SplitMix64 (Steele et al. 2014): there is
-    no state to carry, so that the 7th token of a request draws the same number whenever it is computed.
+    no state to carry, so that the 7th token of a request draws the same number whenever it is computed. Each part is
+    mixed in turn, so that neighbouring seeds and indices have nothing in common.
     """
     mask = (1 << 64) - 1
     as_int64 = [((seed & mask) ^ (1 << 63)) - (1 << 63) for seed in seeds]  # two's complement
-    x = _mix64(torch.tensor(as_int64, dtype=torch.int64)) + torch.tensor(list(positions), dtype=torch.int64)
+    x = torch.tensor(as_int64, dtype=torch.int64)
+    for part in (indices, positions):
+        x = _mix64(x) + torch.tensor(list(part), dtype=torch.int64)
     return (_mix64(x) >> 11 & ((1 << 53) - 1)).double() * 2.0**-53
 
 
@@ -261,17 +389,11 @@ def _mix64(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 31 & ((1 << 33) - 1))
 
 
-def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[Row]) -> list[dict[int, float] | None]:
-    """For each row that asks: log-probabilities of its most likely tokens and of the chosen one, largest first.
+def top_logprobs(logits: torch.Tensor, token: torch.Tensor, count: int) -> torch.Tensor:
+    """[2, count + 1] in float64: ids and log-probabilities of the most likely tokens in order, then of `token` [1].
 
-    They are the model's own, from raw `logits` [rows, vocab]: before penalties, temperature and filters.
+    They are the model's own, from raw `logits` [vocab]: before penalties, temperature and filters.
     """
-    wanted = [row.params.logprobs for row in rows]
-    result: list[dict[int, float] | None] = [None] * len(rows)
-    for i in [i for i, k in enumerate(wanted) if k is not None]:
-        logprobs = logits[i].log_softmax(-1)
-        values, ids = logprobs.topk(min(wanted[i], logits.shape[-1]))
-        entry = dict(zip(ids.tolist(), values.tolist(), strict=True))
-        entry.setdefault(int(tokens[i]), float(logprobs[tokens[i]]))
-        result[i] = entry
-    return result
+    logprobs = logits.float().log_softmax(-1)
+    values, ids = logprobs.topk(min(count, len(logits)))
+    return torch.stack([torch.cat([ids, token]).double(), torch.cat([values, logprobs.gather(0, token)]).double()])

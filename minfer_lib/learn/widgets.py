@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from ..generation.params import SamplingParams
-from ..generation.sampling import filtered_logits, penalised
+from ..generation.sampling import TokenCounts, filtered_logits, penalised
 from ..models import memory
 from ..models.shapes import SHAPES, shape_config
 from . import plots
@@ -140,7 +140,7 @@ def sampling_explorer(
 def next_token_distribution(logits: torch.Tensor, params: SamplingParams, seen: Collection[int] = ()) -> torch.Tensor:
     """Probabilities [vocab] that `Sampler` draws a token from, for one row of logits [vocab]."""
     if params.penalises:
-        logits = penalised(logits.clone(), list(seen), [], params)
+        logits = penalised(logits, TokenCounts.of_prompt(list(seen), logits), params)
     if params.temperature == 0:
         return torch.zeros_like(logits).index_fill(0, logits.argmax(), 1.0)
     return filtered_logits(logits[None], [params])[0].softmax(-1)
