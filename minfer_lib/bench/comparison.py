@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
@@ -113,7 +114,9 @@ def compare(
     workload = workload or fixed_lengths(lm)
     warm_up = workload.warm_up() if short_warm_up or fast_mode() else workload
     interrupted = False
-    with tqdm(total=len(measured) * (1 + repeats), unit="run", leave=False, disable=not progress) as bar:
+    bar = tqdm(total=len(measured) * (1 + repeats), unit="run", leave=False, disable=not progress)
+    with bar, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Interrupted:")  # an engine says it of its answers, a note of the rows
         try:
             for each in measured:
                 bar.set_description(f"{each.name}, warming up")
