@@ -1,92 +1,154 @@
-"""Which code attends over block tables: a kernel that follows them, or torch after the blocks have been gathered.
+"""Which code attends over block tables: a kernel that follows them, or torch after the rows were copied together.
 
-Gathering (`attention.attend_decodes`) runs anywhere and is easy to read, but copies every key and value of a batch
-before it looks at them. A kernel reads them where they lie: ours are written in Triton for CUDA devices, and in C for
-decoding on a CPU.
+Copying (`torch_backend`) runs anywhere and is easy to read, but moves every key and value of a batch before it looks at
+them. A kernel reads them where they lie: ours are written in Triton for CUDA devices, and in C for decoding on a CPU.
 
-Invariant: all of them compute the same attention; what a device or a dtype has no kernel for is gathered.
+Invariant: all of them compute the same attention; what a device or a dtype has no kernel for is left to torch.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import torch
 
-from ..errors import InvalidParameter, UnsupportedModel, one_of
-from .batch import GATHER, AttentionKernels
+from ..cache.pool import KVPool
+from ..errors import InvalidParameter, UnsupportedModel, one_of, shown
+from .batch import PackedBatch
+from .torch_backend import TorchBackend
 
-AttentionBackend = Literal["auto", "gather", "compiled", "triton"]
-BACKENDS = ("auto", "gather", "compiled", "triton")
+BACKENDS = ("auto", "torch", "compiled", "triton")
 
 
-def choose_kernels(device: torch.device, dtype: torch.dtype, backend: AttentionBackend = "auto") -> AttentionKernels:
-    """The kernels for keys and values of a dtype on a device.
+class AttentionBackend(Protocol):
+    """What attends. Another one is an object with these three, `LLMEngine(lm, backend=MyBackend())`.
 
-    backend: "auto" takes a kernel where there is one; "gather" never does; "compiled" is the C kernel for CPUs, which
-    leaves prompts to torch, "triton" that for CUDA. Raises `InvalidParameter` for a name that is none of these,
-    `UnsupportedModel` if the one that was asked for cannot run here.
+    graph_safe: whether it does the same work whatever the lengths of a step, so that a CUDA graph may hold it.
+    attend: query [T, heads, key_dim] of all new tokens -> [T, heads, value_dim]; keys and values of the new tokens are
+    in the pool already. window: so many tokens are seen, the token itself included; None for all.
     """
-    check_backend(backend)
-    if backend == "gather":
-        return GATHER
-    reasons = []
-    for name, find in (("triton", _triton), ("compiled", _compiled)):
-        if backend in ("auto", name):
-            found = find(device, dtype)
-            if isinstance(found, AttentionKernels):
-                return found
-            reasons.append(found)
-    if backend == "auto":
-        return GATHER
-    raise UnsupportedModel(
-        f"attention_backend={backend!r} was asked for, for {str(dtype).removeprefix('torch.')} on {device.type}: "
-        f"{reasons[0]}. attention_backend='auto' takes what there is."
+
+    name: str
+    graph_safe: bool
+
+    def attend(
+        self, query: torch.Tensor, pool: KVPool, batch: PackedBatch, *, scale: float, window: int | None = None,
+        softcap: float | None = None, sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+
+class CompiledBackend(TorchBackend):
+    """Our kernel in C for decoding requests on a CPU; prompts are left to torch."""
+
+    name = "compiled"
+
+    def attend(self, query: torch.Tensor, pool: KVPool, batch: PackedBatch, **options: Any) -> torch.Tensor:
+        from ..kernels.compiled_attention import compiled_decode
+
+        decodes = batch.num_decodes
+        if not decodes:
+            return super().attend(query, pool, batch, **options)
+        out = compiled_decode(
+            query[:decodes], pool.keys, pool.values, batch.block_tables[:decodes], batch.lengths[:decodes],
+            block_size=batch.block_size, **options,
+        )  # fmt: skip
+        if decodes == len(batch.q_lens):
+            return out
+        return torch.cat([out, self.attend_chunks(query[decodes:], pool, batch, **options)])
+
+
+class TritonBackend:
+    """Our kernels in Triton for CUDA devices: one launch for all decoding requests, one for all prompts."""
+
+    name = "triton"
+    graph_safe = False  # how contexts are split depends on the longest of a step
+
+    def attend(self, query: torch.Tensor, pool: KVPool, batch: PackedBatch, **options: Any) -> torch.Tensor:
+        from ..kernels.triton.paged_attention import paged_decode, paged_prefill
+
+        decodes, parts = batch.num_decodes, []
+        pools = pool.keys, pool.values
+        tables, lengths, size = batch.block_tables, batch.lengths, batch.block_size
+        if decodes:
+            longest = max(batch.kv_lens[:decodes])
+            out = paged_decode(
+                query[:decodes],
+                *pools,
+                tables[:decodes],
+                lengths[:decodes],
+                block_size=size,
+                longest=longest,
+                **options,
+            )
+            parts.append(out)
+        if decodes < len(batch.q_lens):
+            most = max(batch.q_lens)
+            out = paged_prefill(
+                query[decodes:], *pools, tables[decodes:], lengths[decodes:], batch.starts, block_size=size,
+                most_new=most, **options,
+            )  # fmt: skip
+            parts.append(out)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def choose_backend(device: torch.device, dtype: torch.dtype, backend: str | AttentionBackend) -> AttentionBackend:
+    """The backend for keys and values of a dtype on a device.
+
+    backend: "auto" takes a kernel where there is one; "torch" runs anywhere; "compiled" is the C kernel for CPUs,
+    "triton" those for CUDA; an object with the three names of `AttentionBackend` is taken as it is. Raises
+    `InvalidParameter` for anything else, `UnsupportedModel` if the one that was asked for cannot run here.
+    """
+    if not isinstance(backend, str) and hasattr(backend, "attend"):
+        return backend
+    if backend not in BACKENDS:
+        raise InvalidParameter(
+            f"backend must be {one_of(BACKENDS)}, or an object with an attend method; it is {shown(backend)}."
+        )
+    if backend in ("auto", "triton") and (why_not := _no_triton(device, dtype)) is None:
+        return TritonBackend()
+    if backend == "triton":
+        raise _cannot(backend, device, dtype, why_not)
+    if backend in ("auto", "compiled") and (why_not := _no_compiled(device, dtype)) is None:
+        return CompiledBackend()
+    if backend == "compiled":
+        raise _cannot(backend, device, dtype, why_not)
+    return TorchBackend()
+
+
+def describe_backends(device: torch.device, dtype: torch.dtype) -> str:
+    """What "auto" takes on a device, and why no kernel where there is none, for `minfer info`."""
+    name = choose_backend(device, dtype, "auto").name
+    if name == "triton":
+        return "triton: kernels follow the block tables"
+    if name == "compiled":
+        return "compiled: a kernel in C follows the block tables of decoding requests, torch attends to prompts"
+    reason = _no_triton(device, dtype) if device.type == "cuda" else _no_compiled(device, dtype)
+    return f"torch: rows are copied together, then torch attends ({reason})"
+
+
+def _cannot(backend: str, device: torch.device, dtype: torch.dtype, why_not: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"backend={backend!r} cannot attend in {str(dtype).removeprefix('torch.')} on {device.type}: {why_not}. "
+        "backend='auto' takes what there is."
     )
 
 
-def check_backend(backend: str, kv_cache: str = "paged") -> None:
-    """Raises `InvalidParameter` for a name that is none of `BACKENDS`, and for a kernel that is to read slots."""
-    if backend not in BACKENDS:
-        raise InvalidParameter(f"attention_backend={backend!r} is not possible: it must be {one_of(BACKENDS)}.")
-    if kv_cache == "slots" and backend not in ("auto", "gather"):
-        raise InvalidParameter(
-            f"attention_backend={backend!r} is not possible with kv_cache='slots': slots lie in one piece, and torch "
-            "attends to them. Leave it out, or take kv_cache='paged'."
-        )
-
-
-def describe_kernels(device: torch.device, dtype: torch.dtype) -> str:
-    """What "auto" takes on a device, and why nothing else, for `python -m minfer_lib info`."""
-    found = choose_kernels(device, dtype)
-    if found.prefill is not None:
-        return f"{found.name}: a kernel follows the block tables"
-    if found.decode is not None:
-        return f"{found.name}: a kernel follows the block tables of decoding requests, prompts are gathered"
-    reason = _triton(device, dtype) if device.type == "cuda" else _compiled(device, dtype)
-    return f"{found.name}: blocks are copied together, then torch attends ({reason})"
-
-
-def _triton(device: torch.device, dtype: torch.dtype) -> AttentionKernels | str:
-    """The kernels, or why there are none."""
+def _no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why Triton's kernels cannot be used; None if they can."""
     if device.type != "cuda":
         return "Triton's kernels run on CUDA devices"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return "Triton's kernels take float32, float16 and bfloat16"
     try:
-        from ..kernels.triton.paged_attention import paged_decode, paged_prefill
+        from ..kernels.triton import paged_attention  # noqa: F401
     except ImportError as error:
         return str(error).rstrip(".")
-    return AttentionKernels("triton", paged_decode, paged_prefill)
+    return None
 
 
-def _compiled(device: torch.device, dtype: torch.dtype) -> AttentionKernels | str:
+def _no_compiled(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cpu":
         return "the C kernel runs on CPUs"
-    from ..kernels.compiled_attention import compiled_decode, why_not
+    from ..kernels.compiled_attention import why_not
 
-    def decode(*args: torch.Tensor, longest: int, **options: Any) -> torch.Tensor:
-        return compiled_decode(*args, **options)  # it looks at each length itself
-
-    reason = why_not(dtype)
-    return AttentionKernels("compiled", decode) if reason is None else reason
+    return why_not(dtype)

@@ -2,24 +2,30 @@
 
 Invariant: a model that passes gives, packed, the logits that it gives by itself; every other one is refused by name and
 reason. Configs cannot be trusted with this: families name their heads differently, some keep attention code of their
-own that never calls a registered function, some drop what is passed along.
+own that never calls a registered function, some drop what is passed along. The answer is kept on the `LanguageModel`,
+so that a second engine asks nothing.
 """
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..cache.contiguous import CACHEABLE_LAYERS
-from ..cache.pool import LayerShape
-from ..cache.slots import SlotKVCache
-from ..engine.interrupts import held_interrupts
+from ..cache.pool import KVPool, LayerShape
 from ..errors import MinferError, UnsupportedModel
+from ..models import hf_compat
 from ..models.checks import position_limit
-from .interface import NAME, PackedBatch, attention_configs, implementation
+from ..models.fused_linear import shared_inputs
+from ..models.load import LanguageModel
+from .batch import PackedBatch
+from .interface import NAME
+from .torch_backend import TorchBackend
+from .view import view_of
 
 PROBE = "minfer_probe"
 PROMPTS = ((3, 4, 5, 6), (5, 3))  # of the self-test: unequal, and neither begins as the other does
@@ -27,39 +33,63 @@ TOLERANCE = {torch.float32: 2e-3}  # of the largest logit; half precision rounds
 HALF_TOLERANCE = 0.1
 
 
-def attention_layers(model: PreTrainedModel, name: str) -> dict[int, LayerShape]:
+@dataclass(frozen=True)
+class PackedSupport:
+    """What an engine has to know of a model that can be run this way.
+
+    layers: {layer index: what it keeps of a token}. groups: names of linear layers that read the same input.
+    """
+
+    layers: dict[int, LayerShape]
+    groups: list[list[str]]
+
+
+def packed_support(lm: LanguageModel) -> PackedSupport:
+    """What has to be known to run a model this way, found out once. Raises `UnsupportedModel`."""
+    if lm.packed_support is None:
+        view = view_of(lm.model, PROBE)
+        try:
+            layers: dict[int, LayerShape] = {}
+            groups = shared_inputs(view, lambda: layers.update(attention_layers(view, lm.name)))
+            check_packed(lm.model, lm.name, layers)
+        except (MinferError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:  # whatever the code of a model says to arguments that it does not expect
+            reason = f"it fails when it is called that way ({type(error).__name__}: {error})"
+            raise refusal(lm.model, lm.name, reason) from error
+        lm.packed_support = PackedSupport(layers, groups)
+    return lm.packed_support
+
+
+def attention_layers(view: PreTrainedModel, name: str) -> dict[int, LayerShape]:
     """What each attention layer keeps of a token: {layer index: shape}, seen by running one token through the model.
 
-    Raises `UnsupportedModel` for a model whose layers are not all attention, or whose attention is its own code.
+    view: the model, with PROBE as its attention function. Raises `UnsupportedModel` for a model whose layers are not
+    all attention, or whose attention is its own code.
     """
-    config = model.config.get_text_config()
+    config = view.config.get_text_config()
     other = set(getattr(config, "layer_types", None) or ()) - CACHEABLE_LAYERS
     if other:
-        raise refused(model, name, f"it has layers of another kind ({', '.join(sorted(other))})")
+        raise refusal(view, name, f"it has layers of another kind ({', '.join(sorted(other))})")
     if "dynamic" in rope_types(config):
-        raise refused(model, name, 'its rotary embedding ("dynamic") depends on the longest request of a batch')
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise refused(model, name, "it cannot be told the positions of its tokens")
-    if not model._can_set_attn_implementation():
-        raise refused(model, name, "its attention is code of its own, which no registered function replaces")
+        raise refusal(view, name, 'its rotary embedding ("dynamic") depends on the longest request of a batch')
+    if "position_ids" not in inspect.signature(view.forward).parameters:
+        raise refusal(view, name, "it cannot be told the positions of its tokens")
+    if not hf_compat.can_set_attention(view):
+        raise refusal(view, name, "its attention is code of its own, which no registered function replaces")
     seen: dict[int, tuple[LayerShape, int | None]] = {}
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
-    with (
-        held_interrupts() as interrupts,  # so that what is switched here is switched back
-        implementation(attention_configs(model), PROBE),
-        torch.no_grad(),
-        interrupts.let_through(),
-    ):
-        model(input_ids=token, position_ids=token, use_cache=False, minfer_probe=seen)
+    token = torch.zeros(1, 1, dtype=torch.long, device=view.get_input_embeddings().weight.device)
+    with torch.no_grad():
+        view(input_ids=token, position_ids=token, use_cache=False, minfer_probe=seen)
     if len(seen) != config.num_hidden_layers or None in seen:
-        raise refused(
-            model, name, f"only {len(seen)} of its {config.num_hidden_layers} layers call the registered function"
+        raise refusal(
+            view, name, f"only {len(seen)} of its {config.num_hidden_layers} layers call the registered function"
         )
     for index, (_, told) in seen.items():
         window = layer_window(config, index)
         if told is None and window is not None and window < position_limit(config):
-            raise refused(
-                model, name, f"its window of {window} tokens stands in its masks alone, and the function is not told it"
+            raise refusal(
+                view, name, f"its window of {window} tokens stands in its masks alone, and the function is not told it"
             )
     return {index: shape for index, (shape, _) in seen.items()}
 
@@ -76,68 +106,65 @@ def check_packed(model: PreTrainedModel, name: str, layers: dict[int, LayerShape
     """
     embedding = model.get_input_embeddings().weight
     device, vocab = embedding.device, embedding.shape[0]
-    longest = max(map(len, PROMPTS))
-    cache = SlotKVCache(layers, len(PROMPTS), longest, device)
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     prompts = [[(t if t != pad else 7) % vocab for t in prompt] for prompt in PROMPTS]
-    for i, prompt in enumerate(prompts):
-        cache.allocate(i, len(prompt))
-    found: list[list[torch.Tensor]] = [[] for _ in prompts]
+    longest = max(map(len, prompts))
+    pools = {index: KVPool.of(shape, (len(prompts) + 1) * longest, device) for index, shape in layers.items()}
+    view = view_of(model, NAME)
+    packed: list[list[torch.Tensor]] = [[] for _ in prompts]
     for begin, end in ((0, 1), (1, longest)):
         parts = [(i, prompt[begin:end]) for i, prompt in enumerate(prompts)]
-        parts.sort(key=lambda part: len(part[1]) > 1)  # rows of one token first
+        parts.sort(key=lambda part: len(part[1]) > 1)  # requests of one token first
         ids = [token for _, part in parts for token in part]
-        positions = [begin + i for _, part in parts for i in range(len(part))]
-        rows = [cache.block_table(i)[0] * longest + begin + j for i, part in parts for j in range(len(part))]
-        batch = PackedBatch(
-            cache.pools, longest, [cache.block_table(i) for i, _ in parts], [len(part) for _, part in parts],
-            [begin + len(part) for _, part in parts], torch.tensor(rows, device=device),
+        positions = [begin + j for _, part in parts for j in range(len(part))]
+        rows = [i * longest + begin + j for i, part in parts for j in range(len(part))]
+        batch = batch_of(
+            pools, longest, [[i] for i, _ in parts], [len(part) for _, part in parts],
+            [begin + len(part) for _, part in parts], rows, device,
         )  # fmt: skip
-        logits = packed_forward(model, ids, positions, batch)
+        with torch.no_grad():
+            logits = view(
+                input_ids=torch.tensor([ids], device=device), position_ids=torch.tensor([positions], device=device),
+                use_cache=False, minfer=batch,
+            ).logits[0].float()  # fmt: skip
         for i, part in parts:
-            found[i] += logits[: len(part)]
+            packed[i] += logits[: len(part)]
             logits = logits[len(part) :]
     changes = []  # of each token, as a share of the largest logit of its prompt
-    for prompt, packed in zip(prompts, found, strict=True):
+    for prompt, found in zip(prompts, packed, strict=True):
         with torch.no_grad():
             alone = model(input_ids=torch.tensor([prompt], device=device), use_cache=False).logits[0].float()
-        changes.append((torch.stack(packed) - alone).abs().amax(-1) / alone.abs().max())  # [tokens]
+        changes.append((torch.stack(found) - alone).abs().amax(-1) / alone.abs().max())  # [tokens]
     change = torch.cat(changes)
     if model.dtype in TOLERANCE and not rounds_activations(model):
         wrong = not change.max() <= TOLERANCE[model.dtype]
     else:  # rounding may cross a border between two codes or two experts; a wrong mask or position changes nearly all
         wrong = not change.median() <= HALF_TOLERANCE
     if wrong:
-        raise refused(model, name, f"its logits change by {change.max():.1%} when two prompts share a row")
+        raise refusal(model, name, f"its logits change by {change.max():.1%} when two prompts share a row")
 
 
-def packed_forward(model: PreTrainedModel, ids: list[int], positions: list[int], batch: PackedBatch) -> torch.Tensor:
-    """Logits [T, vocab] in float32 of all tokens of a packed row."""
-    with (
-        held_interrupts() as interrupts,
-        implementation(attention_configs(model), NAME),
-        torch.no_grad(),
-        interrupts.let_through(),
-    ):
-        output = model(
-            input_ids=torch.tensor([ids], device=batch.device),
-            position_ids=torch.tensor([positions], device=batch.device),
-            use_cache=False,
-            minfer=batch,
-        )
-    return output.logits[0].float()
+def batch_of(
+    pools: dict[int, KVPool], block_size: int, block_tables: list[list[int]], q_lens: list[int], kv_lens: list[int],
+    rows: list[int], device: torch.device, backend: Any = None,
+) -> PackedBatch:  # fmt: skip
+    """A `PackedBatch` from lists; the last block of the pools is the trash block. A runner has a faster way."""
+    decodes = next((i for i, new in enumerate(q_lens) if new > 1), len(q_lens))
+    starts = [0]
+    for new in q_lens[decodes:]:
+        starts.append(starts[-1] + new)
+    width = max(map(len, block_tables))
+    tables = [table + [0] * (width - len(table)) for table in block_tables]
+    first = next(iter(pools.values()), None)
+    trash_row = 0 if first is None else len(first.keys) - block_size
 
+    def on_device(numbers: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=dtype, device=device)
 
-def supported_layers(model: PreTrainedModel, name: str) -> dict[int, LayerShape]:
-    """The shapes of a model's attention layers, after both checks. Raises `UnsupportedModel`."""
-    try:
-        layers = attention_layers(model, name)
-        check_packed(model, name, layers)
-    except (MinferError, torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # whatever the code of a model says to arguments that it does not expect
-        raise refused(model, name, f"it fails when it is called that way ({type(error).__name__}: {error})") from error
-    return layers
+    return PackedBatch(
+        pools, block_size, trash_row, q_lens, kv_lens, decodes, on_device(rows, torch.int64), on_device(tables),
+        on_device(kv_lens), on_device(starts), backend or TorchBackend(),
+    )  # fmt: skip
 
 
 def layer_window(config: Any, index: int) -> int | None:
@@ -158,7 +185,7 @@ def rope_types(config: Any) -> set[str]:
     return {part.get("rope_type") or part.get("type") for part in parts} - {None}
 
 
-def refused(model: PreTrainedModel, name: str, reason: str) -> UnsupportedModel:
+def refusal(model: PreTrainedModel, name: str, reason: str) -> UnsupportedModel:
     kind = model.config.get_text_config().model_type
     return UnsupportedModel(
         f"{name} ({kind}) cannot be run with many requests in one row: {reason}. CachedEngine or NaiveEngine may run "

@@ -70,7 +70,8 @@ class BlockAllocator:
         if self._empty:
             block = self._empty.pop()
         elif self._cached:
-            block, _ = self._cached.popitem(last=False)
+            block = self.choose_evicted(self._cached)
+            del self._cached[block]
             del self._block_of[self._key_of.pop(block)]
             self.evictions += 1
         else:
@@ -79,6 +80,22 @@ class BlockAllocator:
             )
         self._references[block] = 1
         return block
+
+    def choose_evicted(self, cached: OrderedDict[int, None]) -> int:
+        """The eviction policy: which of the cached blocks, the one unused for longest first, gives up its contents.
+
+        Another policy is a subclass, as in
+
+            class MostRecent(BlockAllocator):
+                def choose_evicted(self, cached):
+                    return next(reversed(cached))
+
+            class MyCache(PagedKVCache):
+                allocator_type = MostRecent
+
+            engine = LLMEngine(lm, kv_cache=MyCache)
+        """
+        return next(iter(cached))
 
     def share(self, block: int) -> None:
         """One more reference to a block that is in use, or that `find` has found."""
@@ -114,6 +131,14 @@ class BlockAllocator:
     def find(self, key: bytes) -> int | None:
         """The block that was registered under a key, in use or cached; None if there is none."""
         return self._block_of.get(key)
+
+    def unregister(self, block: int) -> None:
+        """Makes a block unfindable, whatever it holds."""
+        if (key := self._key_of.pop(block, None)) is not None:
+            del self._block_of[key]
+            if block in self._cached:
+                del self._cached[block]
+                self._empty.append(block)
 
     def forget(self) -> None:
         """Gives up the contents of every cached block, and makes those in use unfindable."""

@@ -1,33 +1,27 @@
-"""Where keys and values of past tokens are kept.
+"""The simplest KV cache: for each layer one buffer for keys and one for values, filled from the left.
 
-`KVCache` is the simplest that can be: for each layer one buffer for keys and one for values, as long as the longest
-request may become, filled from the left. It plugs into unmodified models of transformers, which call `update` in every
-attention layer with the new keys and values and attend to what it returns.
+The buffers are as long as the longest request may become. They plug into unmodified models of transformers, which call
+`update` in every attention layer with the new keys and values and attend to what it returns.
 
-`SlotKVCache` serves many requests: one pool for each layer, cut into slots of the longest length a request may reach,
-and a request owns one slot from its admission to its end.
-The pools themselves are in `kv_pool`.
-
-Invariant of `KVCache`: after a forward pass over n tokens every layer holds the same number of tokens, rows [0, length)
-are their keys in order of position, and nothing behind `length` is ever read. Of `SlotKVCache`: each slot is free or
-owned by exactly one request, and a free one holds zeros, so that nobody can read what another request left.
+Invariant: after a forward pass over n tokens every layer holds the same number of tokens, rows [0, length) are their
+keys in order of position, and nothing behind `length` is ever read.
 """
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from ..errors import UnsupportedModel
+from ..models import hf_compat
 
 CACHEABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
-class KVCacheLayer(CacheLayerMixin):
+class KVCacheLayer(hf_compat.CacheLayerMixin):
     """Keys and values of one layer for one request: two buffers [1, kv_heads, max_len, head_dim].
 
     Grouped-query attention is why it is kv_heads and not heads: several query heads read the same keys.
@@ -105,22 +99,14 @@ class KVCache(Cache):
             layer.reset()
 
 
-# -- how transformers takes a cache ---------------------------------------------------------------------------------
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """What this model calls its cache: "cache" since transformers 5.24, "past_key_values" before.
-
-    It has to be asked, because the wrong one is not refused: 5.17 swallows it and runs without a cache.
-    """
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+# -- which models can use one -------------------------------------------------------------------------------------
 
 
 def check_cacheable(model: PreTrainedModel, name: str) -> None:
     """Raises `UnsupportedModel` if any layer keeps something else than keys and values from token to token."""
     config = model.config.get_text_config()
     other = set(getattr(config, "layer_types", None) or ()) - CACHEABLE_LAYERS
-    if other or getattr(model, "_is_stateful", False):
+    if other or hf_compat.is_stateful(model):
         kinds = f" ({', '.join(sorted(other))})" if other else ""
         raise UnsupportedModel(
             f"{name} ({config.model_type}) has layers that keep a state of their own between tokens{kinds}, which a "

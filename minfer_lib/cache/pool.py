@@ -1,12 +1,17 @@
-"""Memory for keys and values that many requests share, and what a cache says about a part of it.
+"""Memory for keys and values that many requests share: blocks of rows, and block tables that say whose they are.
 
-Invariant: a pool has a row for each token that it has room for, in an order that the cache which owns it decides; rows
-that were never written hold zeros.
+A row holds the key and the value of one token in one layer. `block_size` rows make a block. What a block holds, and
+which blocks a request has, is decided by the cache that builds on `BlockStore`: one long block a request
+(`slots.SlotKVCache`), or many short ones (`paged.PagedKVCache`). Attention reads both in the same way.
+
+Invariant: nobody reads a row that is not among the tokens of their request, so that nothing is ever wiped. One block
+more than can be given out, the trash block, holds zeros and stands wherever an index has to point at something.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -28,17 +33,17 @@ class LayerShape:
 
 @dataclass
 class KVPool:
-    """Room for the keys and values of `tokens` tokens of one layer: keys [tokens, kv_heads, key_dim], values alike."""
+    """Keys and values of one layer: keys [rows, kv_heads, key_dim], values [rows, kv_heads, value_dim]."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
     @classmethod
-    def of(cls, shape: LayerShape, tokens: int, device: torch.device) -> KVPool:
+    def of(cls, shape: LayerShape, rows: int, device: torch.device) -> KVPool:
         """A pool of zeros."""
         return cls(
-            zeros((tokens, shape.kv_heads, shape.key_dim), shape.dtype, device),
-            zeros((tokens, shape.kv_heads, shape.value_dim), shape.dtype, device),
+            zeros((rows, shape.kv_heads, shape.key_dim), shape.dtype, device),
+            zeros((rows, shape.kv_heads, shape.value_dim), shape.dtype, device),
         )
 
     def write(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -51,8 +56,8 @@ class KVPool:
 class Prefix:
     """The first `tokens` tokens of a request, where a cache holds them already: in these blocks.
 
-    keys: of its full blocks, for a cache that finds blocks by what they hold. forked: whether it is that of another
-    answer to the same prompt, at work now.
+    keys: of its full blocks, for a cache that finds blocks by what they hold. forked: whether another answer to the
+    same prompt, which is running, computed them.
     """
 
     tokens: int = 0
@@ -62,6 +67,118 @@ class Prefix:
 
 
 NO_PREFIX = Prefix()
+
+
+@dataclass(eq=False)
+class BlockTable:
+    """Where the tokens of one request are: block i of `blocks` holds positions i * block_size and following.
+
+    keys: of the full blocks at the beginning that other requests can find. index: its row among the store's `tables`.
+    """
+
+    block_size: int
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    index: int = -1
+    capacity: int = 0  # tokens that its blocks have room for
+    generation: int = 0  # of the cache's contents, when its request joined
+
+    def row(self, position: int) -> int:
+        """The row of the pools that a position's key and value are in: the translation of an address."""
+        return self.blocks[position // self.block_size] * self.block_size + position % self.block_size
+
+
+class BlockStore:
+    """`num_blocks` blocks of `block_size` tokens on a device, and the block table of each request that has some.
+
+    layers: {layer index: its shape}. Memory is reserved at once: `nbytes_reserved`. All layers of a shape lie in one
+    tensor, keys [layers, num_blocks + 1, block_size, kv_heads, key_dim] and values alike, so that a block is copied in
+    one operation; `pools` has the view of each layer that attention reads and writes.
+
+    tables: int32 [requests, blocks], a row for each block table, on the host. Entries behind a request's own blocks
+    mean nothing. `device_tables` is the same where the model is; on a CPU it is the same memory, elsewhere `changes`
+    holds what has to be copied there: {place in the flat table: block}.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, LayerShape],
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        *,
+        max_num_seqs: int = 64,
+        max_model_len: int | None = None,
+    ) -> None:
+        self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
+        self.bytes_per_token = sum(shape.bytes_per_token for shape in layers.values())
+        self.pools: dict[int, KVPool] = {}
+        self._stores: list[torch.Tensor] = []  # [layers of a shape, num_blocks + 1, block_size, kv_heads, dim]
+        for shape in dict.fromkeys(layers.values()):
+            alike = [index for index, other in layers.items() if other == shape]
+            room = len(alike), num_blocks + 1, block_size, shape.kv_heads
+            keys, values = (zeros((*room, dim), shape.dtype, device) for dim in (shape.key_dim, shape.value_dim))
+            self._stores += [keys, values]
+            for i, index in enumerate(alike):
+                self.pools[index] = KVPool(keys[i].flatten(0, 1), values[i].flatten(0, 1))
+        width = num_blocks if max_model_len is None else min(num_blocks, -(-max_model_len // block_size))
+        self._make_tables(np.zeros((max_num_seqs, width), dtype=np.int32))
+
+    @property
+    def trash_row(self) -> int:
+        """The first row of the trash block."""
+        return self.num_blocks * self.block_size
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that so many tokens need."""
+        return -(-tokens // self.block_size)
+
+    # -- block tables -------------------------------------------------------------------------------------------------
+
+    def _make_tables(self, tables: np.ndarray) -> None:
+        self.tables = tables
+        on_host = torch.from_numpy(tables)
+        self.device_tables = on_host if self.device.type == "cpu" else on_host.to(self.device)
+        self.changes: dict[int, int] = {}
+        self._free_rows = list(range(len(tables) - 1, -1, -1))
+
+    def _new_table(self) -> BlockTable:
+        if not self._free_rows:  # more requests than was said: twice the rows
+            before, free = self.tables, range(2 * len(self.tables) - 1, len(self.tables) - 1, -1)
+            self._make_tables(np.concatenate([before, np.zeros_like(before)]))
+            self._free_rows = list(free)
+        return BlockTable(self.block_size, index=self._free_rows.pop())
+
+    def _add_blocks(self, table: BlockTable, blocks: Sequence[int]) -> None:
+        begin, end = len(table.blocks), len(table.blocks) + len(blocks)
+        self.tables[table.index, begin:end] = blocks
+        table.blocks += blocks
+        table.capacity = end * self.block_size
+        if self.device.type != "cpu":
+            place = table.index * self.tables.shape[1] + begin
+            self.changes.update(zip(range(place, place + len(blocks)), blocks, strict=True))
+
+    def _give_row_back(self, table: BlockTable) -> None:
+        self._free_rows.append(table.index)
+
+    def _reset_tables(self) -> None:
+        self._free_rows = list(range(len(self.tables) - 1, -1, -1))
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    @property
+    def blocks_used(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def nbytes_reserved(self) -> int:
+        """Bytes of all blocks that can be given out, used or not."""
+        return self.num_blocks * self.block_size * self.bytes_per_token
+
+    @property
+    def nbytes_held(self) -> int:
+        """Bytes of the blocks that requests have."""
+        return self.blocks_used * self.block_size * self.bytes_per_token
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

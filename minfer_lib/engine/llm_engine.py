@@ -1,46 +1,272 @@
 """`LLMEngine`: many requests at once, each of which may join, leave or be ended between any two steps.
 
-Invariant: `generate` and `stream` only add requests and step, so that they, `add_request` with `step`, and several of
-each at once give the same answers; the step itself is in `engine_core`.
+A step is three calls: the scheduler plans who computes how many tokens, the runner computes them in one forward pass,
+and the scheduler takes the new tokens in and says which requests they end.
+
+Invariant: the tokens of the requests are the truth, and all else follows from them. Whatever breaks off a step, the
+next one puts queues and cache together again from the requests, and computes anew what was not finished. One thread
+steps at a time; any thread may add, abort and wait, and what it waits for is computed in steps that all callers share.
 """
 
 from __future__ import annotations
 
-import math
+import heapq
+import itertools
+import os
+import threading
+import time
+import traceback
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Literal
 
+import torch
 from tqdm.auto import tqdm
 
-from ..errors import GenerationFailed, InvalidParameter
+from ..attention.backends import AttentionBackend, choose_backend
+from ..errors import GenerationFailed, InvalidParameter, InvariantBroken, MinferError, integer, must_be, number
 from ..generation.params import SamplingParams
-from ..generation.prompts import Prompt, one_prompt
-from ..generation.request import RequestOutput
-from .core import EngineCore
-from .interrupts import held_interrupts
-from .stream import RequestStream
+from ..generation.prompts import Prompt, check_fits_pool, make_requests, one_prompt
+from ..generation.request import PieceReader, Request, RequestOutput, StreamPiece
+from ..generation.sampling import Sampler, Samples
+from ..models.load import LanguageModel, load_model
+from ..models.weights import WeightWatch
+from .cache_size import make_cache
+from .runner import ModelRunner
+from .scheduler import WATERMARK, Plan, Scheduler
+from .serial import Engine
+from .trace import StepTrace, Totals
 
 
-class LLMEngine(EngineCore):
+class LLMEngine(Engine):
     """Continuous batching over a KV cache of slots, or of blocks that are given out as they are used.
 
+    lm: a `LanguageModel`, or a name as `load_model` takes it.
     kv_cache: "slots" gives each running request room for max_model_len tokens; "paged" gives it blocks of block_size
-      tokens as its tokens arrive (PagedAttention), lets requests share them, and preempts when there is none left.
+      tokens as its tokens arrive (PagedAttention), lets requests share them, and preempts when there is none left. A
+      subclass of `PagedKVCache` is used in its place, and a cache that exists already as it is.
     num_blocks: slots or blocks of the cache; None takes as many as the requests that can run at once could fill, or as
-      fit in memory. block_size, enable_prefix_caching (keep blocks that nobody uses until their room is needed, for
-      requests that begin alike), attention_backend (see `paged_attention`): of the paged cache.
+      fit in memory. block_size, enable_prefix_caching (keep blocks that no request uses until their room is needed, for
+      requests that begin alike): of the paged cache.
     max_num_seqs: requests that run at once at most; others wait. max_num_batched_tokens: tokens that one step computes
       at most, so that a long prompt is taken in chunks. max_model_len: tokens of prompt and answer together; None takes
       the model's limit, at most 2,048, less where slots would not fit in memory (a warning says so).
-    The weights of `lm` must not change while requests run; changed between two calls, cached prefixes are given up.
+    fast: "auto" or False; no fast path is built yet.
+    scheduler: a `Scheduler` class, or an object with its methods. backend: "auto", "torch", "compiled", "triton" or an
+      `AttentionBackend`.
     clock: seconds as a float; tests inject their own. trace: keep a `StepTrace` of every step in `steps`.
 
+    An engine may be used from several threads: their requests share its steps. It runs the layers that the model has
+    when the engine is made. Weights that change in place are noticed when the next request joins, and cached prefixes
+    are given up; what `models.weights` cannot see needs `reset_prefix_cache()`.
+
     Raises `UnsupportedModel` for a model that cannot be run with many requests in one row, `InvalidParameter` for
-    options that are not possible.
+    options that cannot be.
     """
 
-    # -- requests one at a time -----------------------------------------------------------------------------------
+    def __init__(
+        self,
+        lm: LanguageModel | str | os.PathLike[str],
+        kv_cache: Literal["slots", "paged"] | type | Any = "slots",
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        enable_prefix_caching: bool = True,
+        max_model_len: int | None = None,
+        fast: Literal["auto", False] = "auto",
+        scheduler: type[Scheduler] | Scheduler = Scheduler,
+        backend: str | AttentionBackend = "auto",
+        clock: Callable[[], float] = time.perf_counter,
+        trace: bool = False,
+    ) -> None:
+        lm = lm if isinstance(lm, LanguageModel) else load_model(lm)
+        super().__init__(lm, clock)
+        if fast not in ("auto", False):
+            raise must_be("fast", "'auto' or False: there is no fast path yet", fast)
+        if not isinstance(enable_prefix_caching, bool):
+            raise must_be("enable_prefix_caching", "True or False", enable_prefix_caching)
+        self.max_num_seqs = integer("max_num_seqs", max_num_seqs, at_least=1)
+        self.max_num_batched_tokens = integer("max_num_batched_tokens", max_num_batched_tokens, at_least=1)
+        self.kv_cache = self.name = kv_cache if isinstance(kv_cache, str) else "paged"
+        self.cache, self.max_model_len = make_cache(
+            lm, kv_cache, max_num_seqs=self.max_num_seqs, num_blocks=num_blocks, block_size=block_size,
+            max_model_len=max_model_len, step_tokens=self.max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+        )  # fmt: skip
+        if isinstance(scheduler, type):
+            scheduler = scheduler(
+                self.cache, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,
+                watermark=WATERMARK if self.cache.shares_prompts else 0,
+            )  # fmt: skip
+        self.scheduler = scheduler
+        dtype = next((pool.keys.dtype for pool in self.cache.pools.values()), lm.dtype)
+        self.backend = choose_backend(lm.device, dtype, backend)
+        self.runner = ModelRunner(lm, self.cache, Sampler(lm.eos_ids), self.backend)
+        self.trace, self.steps = trace, []
+        self.totals = Totals()
+
+        self._requests: dict[str, list[Request]] = {}  # by id, all that have not been handed out
+        self._ids = map(str, itertools.count())
+        self._arrivals = itertools.count(1)
+        self._inbox: deque[Request] = deque()  # of requests that the next step puts into the queue
+        self._aborts: deque[str] = deque()  # ids that the next step ends
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap
+        self._finished: dict[Request, None] = {}  # their outputs are for the next `step`
+        self._weights = WeightWatch(lm.model) if getattr(self.cache, "enable_prefix_caching", False) else None
+        self._broken = False  # a step was broken off
+        self._turn = threading.Lock()  # held by the thread that steps
+        self._stepper: int | None = None  # the thread that steps
+        self._gates: deque[threading.Lock] = deque()  # one for each thread that waits for a step to be over
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        began = self.clock()
+        self._take_in(began)
+        plan = self.scheduler.schedule()
+        if not plan:
+            return self._check_idle()
+        scheduled = self.clock()
+        samples = self._execute(plan)
+        if samples is not None:
+            computed = self.clock()
+            self._observe(plan, samples)
+            for request in self.scheduler.update(plan, samples, computed):
+                self._deliver(request)
+            self._time(began, scheduled, computed)
+
+    def _execute(self, plan: Plan) -> Samples | None:
+        """The samples of a step; None if the model failed, which ends the requests of the step with an error."""
+        now = self.clock()
+        for request in plan:
+            if request.metrics.first_scheduled is None:
+                request.metrics.first_scheduled = now
+        try:
+            return self.runner.execute(plan)
+        except Exception as error:
+            out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+            message = f"out of memory: {error}" if out_of_memory else f"{type(error).__name__}: {error}"
+            cause = None if out_of_memory else without_frames(error)
+        for request in plan:
+            request.cause = cause
+            request.finish("error", self.clock(), error=message)
+            self.scheduler.remove(request)
+            self._deliver(request)
+        return None
+
+    def _take_in(self, now: float) -> None:
+        """Requests that have arrived join the queue; those that were aborted or whose time is up end."""
+        if self._inbox and self._weights is not None and self._weights.changed():
+            self.cache.reset_prefix_cache()
+        while self._inbox:
+            request = self._inbox[0]
+            if request.arrival == 0:  # it may stand here still after a step that was broken off
+                request.arrival = next(self._arrivals)
+                self.scheduler.add(request)
+                if request.deadline is not None:
+                    heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
+            self._inbox.popleft()
+        while self._aborts:
+            for request in self._requests.get(self._aborts[0], ()):
+                self._end(request, "abort", now)
+            self._aborts.popleft()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            self._end(self._deadlines[0][2], "timeout", now)
+            heapq.heappop(self._deadlines)
+
+    def _end(self, request: Request, reason: Literal["abort", "timeout"], now: float) -> None:
+        if not request.finished:
+            request.finish(reason, now)
+            if request.arrival:
+                self.scheduler.remove(request)
+            self._deliver(request)
+
+    def _deliver(self, request: Request) -> None:
+        """A request has ended: its output goes to whoever asked for it."""
+        self.totals.finished[request.finish_reason] += 1
+        if request.owned:
+            self._drop(request)
+        else:
+            self._finished[request] = None
+
+    def _drop(self, request: Request) -> None:
+        answers = self._requests.get(request.request_id, ())
+        if all(answer.finished and answer not in self._finished for answer in answers):
+            self._requests.pop(request.request_id, None)
+
+    def _recover(self) -> None:
+        """After a step that was broken off: puts everything together again from the requests and their tokens."""
+        now = self.clock()
+        requests = [r for answers in list(self._requests.values()) for r in answers if r.arrival]
+        self.scheduler.reset()
+        self._deadlines = [(r.deadline, r.arrival, r) for r in requests if r.deadline is not None and not r.finished]
+        heapq.heapify(self._deadlines)
+        for request in sorted(requests, key=lambda request: request.arrival):
+            request.restore(now)
+            if not request.finished:
+                self.scheduler.add(request)
+            elif request not in self._finished:
+                self._deliver(request)
+
+    def _check_idle(self) -> None:
+        if self.scheduler.running or self.scheduler.waiting:
+            raise InvariantBroken(
+                f"the scheduler planned an empty step, while {len(self.scheduler.running)} requests run and "
+                f"{len(self.scheduler.waiting)} wait: they would wait for ever. Its policy must let one of them run."
+            )
+
+    # -- whose step it is ---------------------------------------------------------------------------------------------
+
+    def _advance(self, request: Request | None = None) -> None:
+        """Goes one step on, unless `request` has ended. While another thread steps, waits for that step to be over."""
+        if self._turn.locked():
+            if self._stepper == threading.get_ident():
+                raise MinferError(
+                    "This engine is in the middle of a step, and takes one at a time: step(), generate() and streams "
+                    "cannot be used from inside a logits processor. Add requests with add_request(), and step when the "
+                    "step is over."
+                )
+            gate = threading.Lock()
+            gate.acquire()
+            self._gates.append(gate)
+            if self._turn.locked():
+                gate.acquire(timeout=1)
+            return
+        try:
+            self._with_turn(self._step, request)
+        finally:
+            with suppress(IndexError):
+                while True:
+                    self._gates.popleft().release()
+
+    def _with_turn(self, act: Callable[[], Any], request: Request | None = None) -> Any:
+        # In one line: nothing can come between the end of the block and the release, not even a debugger's exception.
+        with self._turn: return self._act(act, request)  # noqa: E701  # fmt: skip
+
+    def _act(self, act: Callable[[], Any], request: Request | None) -> Any:
+        if request is not None and request.finished:
+            return None
+        try:
+            self._stepper = threading.get_ident()
+            if self._broken:
+                self._recover()
+            self._broken = True  # until it is over
+            result = act()
+            self._broken = False
+            return result
+        finally:
+            self._stepper = None
+
+    def _settle(self) -> None:
+        """Lets aborts take effect now; within a step (a logits processor closes a stream) they wait for the next."""
+        if self._stepper != threading.get_ident():
+            self._with_turn(lambda: self._take_in(self.clock()))
+
+    # -- requests one at a time ---------------------------------------------------------------------------------------
 
     def add_request(
         self,
@@ -59,52 +285,55 @@ class LLMEngine(EngineCore):
         """
         prompts = one_prompt(prompt, "add_request()", "Call it once for each.")
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
-            raise InvalidParameter(f"request_id={request_id!r} is not possible: it must be a string with a character.")
-        if request_id in self._known_ids():
-            raise InvalidParameter(
-                f"request_id={request_id!r} is in use by a request that has not ended. Choose another."
-            )
-        if not _is_number(priority):
-            raise InvalidParameter(f"priority={priority!r} is not possible: it must be a number; lower ones run first.")
-        if timeout_s is not None and not (_is_number(timeout_s) and timeout_s >= 0):
-            raise InvalidParameter(f"timeout_s={timeout_s!r} is not possible: it must be seconds, 0 or more, or None.")
-        requests = self._requests(prompts, params, ids=None if request_id is None else iter([request_id]))
+            raise must_be("request_id", "a string with at least one character", request_id)
+        priority = number("priority", priority, "a number; lower ones run first")
+        if timeout_s is not None:
+            timeout_s = number("timeout_s", timeout_s, "seconds, 0 or more, or None", lambda x: x >= 0)
+        requests = self._requests_of(prompts, params, request_id)
         for request in requests:
             request.priority = priority
             request.deadline = None if timeout_s is None else request.metrics.arrival + timeout_s
-        with held_interrupts():
-            for request in requests:
-                self.scheduler.add(request)
+        self._submit(requests)
         return requests[0].request_id
 
     def step(self) -> list[RequestOutput]:
         """Computes one step and returns the outputs of what ended since the last call, aborted and timed out included.
 
-        Without anything to do it returns what there is at once. If the model fails, `GenerationFailed` carries the
-        outputs of the requests that it was computing for; the others go on with the next step.
+        Without anything to do it returns what there is at once. If the model fails, `GenerationFailed` carries these
+        outputs; the other requests go on with the next step.
         """
-        try:
-            self._advance()
-        except GenerationFailed as error:
-            error.outputs, self._outputs = self._outputs, []
-            raise
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        self._advance()
+        outputs, cause = self._with_turn(self._hand_out)
+        if cause is None:
+            return outputs
+        failure = GenerationFailed(failed(self.lm.name, cause), outputs)
+        failure.__cause__ = cause
+        del self  # the exception keeps this frame, which must not keep the engine
+        raise failure
+
+    def _hand_out(self) -> tuple[list[RequestOutput], Exception | None]:
+        requests = list(self._finished)
+        outputs = [request.output() for request in requests]
+        cause = next((request.cause for request in requests if request.cause is not None), None)
+        # all at once, and last: until then nothing has been handed out
+        deque(map(self._finished.pop, requests), maxlen=0)
+        deque(map(self._drop, requests), maxlen=0)
+        return outputs, cause
 
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs, or an output has not been handed out yet."""
-        return bool(self.scheduler.waiting or self.scheduler.running or self._outputs)
+        scheduler = self.scheduler
+        return bool(self._inbox or self._aborts or scheduler.waiting or scheduler.running or self._finished)
 
     def abort(self, request_id: str) -> None:
         """Ends a request wherever it stands; what it has generated is its output, with finish_reason "abort".
 
         Without effect for an id that is unknown or has ended.
         """
-        for request in (*self.scheduler.waiting, *self.scheduler.running):
-            if request.request_id == request_id:
-                request.finish("abort", self.clock())
+        if request_id in self._requests:
+            self._aborts.append(request_id)
 
-    # -- the interface of every engine ----------------------------------------------------------------------------
+    # -- the interface of every engine --------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -120,26 +349,30 @@ class LLMEngine(EngineCore):
         returns what there is, the rest with finish_reason "abort"; if the model fails, `GenerationFailed` carries it.
         Requests of other callers are computed along and stay where they are.
         """
-        requests = self._requests(prompts, params)
+        requests = self._requests_of(prompts, params)
         try:
-            self._adopt(requests)
+            self._submit(requests, owned=True)
             with tqdm(total=len(requests), desc=self.name, unit="request", disable=not progress) as bar:
-                while unfinished := sum(not request.finished for request in requests):
-                    bar.update(len(requests) - unfinished - bar.n)
-                    self._advance()
-                bar.update(len(requests) - bar.n)
+                for request in requests:
+                    while not request.finished:
+                        self._advance(request)
+                        if progress:
+                            bar.update(sum(request.finished for request in requests) - bar.n)
         except KeyboardInterrupt:
             done = sum(request.finished for request in requests)
             warnings.warn(
                 f"Interrupted: {done} of {len(requests)} answers are complete, the rest is cut.", stacklevel=2
             )
-        except GenerationFailed as error:
-            self._release(requests)
-            error.outputs = [request.output() for request in requests]
-            raise
         finally:
-            self._release(requests)
-        return [request.output() for request in requests]
+            self._abandon(requests)
+        outputs = [request.output() for request in requests]
+        cause = next((request.cause for request in requests if request.cause is not None), None)
+        if cause is None:
+            return outputs
+        failure = GenerationFailed(failed(self.lm.name, cause), outputs)
+        failure.__cause__ = cause
+        del self, requests, request  # the exception keeps this frame, which must not keep the engine
+        raise failure
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestStream:
         """The answer to one prompt, piece by piece as it is generated; the last piece carries the finish reason.
@@ -148,9 +381,80 @@ class LLMEngine(EngineCore):
         n > 1 the pieces of the answers come interleaved, told apart by `index`. Closing the stream aborts the request.
         """
         prompts = one_prompt(prompt, "stream()", "Call it once for each, or use generate().")
-        stream = RequestStream(self, self._requests(prompts, params))
-        self._adopt(stream.requests)
+        requests = self._requests_of(prompts, params)
+        stream = RequestStream(self, requests)
+        self._submit(requests, owned=True)
         return stream
+
+    def _requests_of(self, prompts: Any, params: Any, request_id: str | None = None) -> list[Request]:
+        """Checked requests, whose ids are taken from now on."""
+        self.runner.refresh()
+        ids = self._ids if request_id is None else iter([request_id])
+        requests = make_requests(
+            self.lm, prompts, params, max_model_len=self.max_model_len, now=self.clock(),
+            ids=(each for each in ids if request_id is not None or each not in self._requests),
+        )  # fmt: skip
+        for request in requests:
+            check_fits_pool(request, self.kv_tokens)
+        return requests
+
+    def _submit(self, requests: list[Request], owned: bool = False) -> None:
+        for request_id, answers in itertools.groupby(requests, key=lambda request: request.request_id):
+            answers = list(answers)
+            if self._requests.setdefault(request_id, answers) is not answers:
+                raise InvalidParameter(
+                    f"request_id={request_id!r} is in use by a request that has not ended. Choose another."
+                )
+            for request in answers:
+                request.owned = owned
+        self._inbox.extend(requests)
+
+    def _abandon(self, requests: Sequence[Request]) -> None:
+        """Ends what has not ended of a `generate` or a `stream`."""
+        if any(not request.finished for request in requests):
+            self._aborts.extend(dict.fromkeys(request.request_id for request in requests if not request.finished))
+            self._settle()
+
+    # -- what it is doing ---------------------------------------------------------------------------------------------
+
+    def _observe(self, plan: Plan, samples: Samples) -> None:
+        self.totals.count(plan, samples, self.scheduler, self.cache)
+        if self.trace:
+            self.steps.append(StepTrace.of(plan, samples, self.scheduler, self.cache))
+
+    def _time(self, began: float, scheduled: float, computed: float) -> None:
+        ended = self.clock()
+        self.totals.time(began, scheduled, computed, ended)
+        if self.trace:
+            self.steps[-1] = self.steps[-1].timed(began, scheduled, computed, ended)
+
+    def stats(self) -> dict[str, float]:
+        """Where the engine stands and what it has done since it was made; the names are those of `trace.Totals`."""
+        if self._stepper == threading.get_ident():
+            return self.totals.report(self.scheduler, self.cache)
+        return self._with_turn(lambda: self.totals.report(self.scheduler, self.cache))
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache has room for: the most that one request could have, if it were alone."""
+        return self.cache.num_blocks * self.cache.block_size
+
+    def kv_bytes(self) -> int:
+        """Bytes that the KV cache reserves."""
+        return self.cache.nbytes_reserved
+
+    def reset_prefix_cache(self) -> None:
+        """Gives up cached blocks that no request uses, and their contents with them; running requests keep theirs."""
+        self._with_turn(self.cache.reset_prefix_cache)
+
+    def reset_stats(self) -> None:
+        """Lets a new measurement begin: cached prefixes go, and the fullest moment in `stats()` is looked for anew."""
+        self.reset_prefix_cache()
+        self.totals.kv_peak_used_tokens = self.totals.kv_peak_held_tokens = 0
+
+    def check_invariants(self) -> None:
+        """Raises `InvariantBroken` if queues and cache contradict each other."""
+        self._with_turn(self.scheduler.check_invariants)
 
     def __repr__(self) -> str:
         return (
@@ -159,10 +463,84 @@ class LLMEngine(EngineCore):
         )
 
 
-def _is_number(value: Any) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    try:
-        return not math.isnan(value)
-    except OverflowError:  # an integer beyond all floats, which no clock could be added to
-        return False
+class RequestStream(Iterator[StreamPiece]):
+    """Iterates over the pieces of `requests`, and lets the engine step when there is none to hand out.
+
+    It is an object rather than a generator, because a generator that was never started cannot be closed: its request
+    would run on without a reader.
+    """
+
+    def __init__(self, engine: LLMEngine, requests: list[Request]) -> None:
+        self._engine = engine
+        self.requests = requests
+        self._readers = [PieceReader(request) for request in requests]
+        self._pieces: deque[StreamPiece] = deque()
+
+    @property
+    def request_id(self) -> str:
+        """For `abort`."""
+        return self.requests[0].request_id
+
+    def __iter__(self) -> RequestStream:
+        return self
+
+    def __next__(self) -> StreamPiece:
+        while not self._pieces:
+            if not self._readers:
+                raise StopIteration
+            self._collect()
+            if not self._pieces:
+                self._wait()
+        return self._pieces.popleft()
+
+    def _wait(self) -> None:
+        try:
+            self._engine._advance(self._readers[0].request)
+        except MinferError:
+            raise  # refused, in the middle of a step: nothing has changed
+        except BaseException:
+            self.close()
+            raise
+
+    def _collect(self) -> None:
+        """Takes what the answers have gained since the last look."""
+        for reader in list(self._readers):
+            piece = reader.take()
+            if reader.ended:
+                self._readers.remove(reader)
+                if reader.request.cause is not None:
+                    self._fail(reader.request.cause)
+            if piece.token_ids or piece.text or piece.finish_reason:
+                self._pieces.append(piece)
+
+    def _fail(self, cause: Exception) -> None:
+        name, requests = self._engine.lm.name, self.requests
+        self.close()
+        failure = GenerationFailed(failed(name, cause), [request.output() for request in requests])
+        failure.__cause__ = cause
+        del self, requests
+        raise failure
+
+    def close(self) -> None:
+        """Aborts what has not ended; what was not read is dropped."""
+        self._readers, self._pieces = [], deque()
+        self._engine._abandon(self.requests)
+
+    def __del__(self) -> None:
+        # Python may collect a forgotten stream in the middle of anything that an engine does: the next step ends it.
+        if any(not request.finished for request in getattr(self, "requests", ())):
+            self._engine.abort(self.request_id)
+
+
+def failed(name: str, cause: Exception) -> str:
+    """The message of `GenerationFailed`."""
+    return (
+        f"{name} failed in a step: {type(cause).__name__}: {cause}. What was generated until then is in the `outputs` "
+        "of this exception; the engine can go on."
+    )
+
+
+def without_frames(error: Exception) -> Exception:
+    """The error, whose traceback keeps lines of code but none of the tensors and engines that they worked on."""
+    traceback.clear_frames(error.__traceback__)
+    return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)

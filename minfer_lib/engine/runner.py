@@ -1,101 +1,153 @@
-"""From the chunks of a step to one forward pass and its samples.
+"""From the plan of a step to one forward pass and its samples.
 
-Invariant: the row that the model sees holds exactly the scheduled tokens, no padding, decoding requests first; the
-model itself is left as it was found.
+Invariant: the row that the model sees holds exactly the scheduled tokens, no padding, decoding requests first. Nothing
+waits for the device before `Pending.result`: launching a step and waiting for its tokens are two things.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..attention.batch import GATHER, AttentionKernels, PackedBatch
-from ..attention.interface import NAME, attention_configs, implementation
-from ..cache.slots import SlotKVCache
+from ..attention.backends import AttentionBackend
+from ..attention.batch import PackedBatch
+from ..attention.interface import NAME
+from ..attention.support import packed_support
+from ..attention.view import view_of
+from ..cache.pool import BlockStore
+from ..generation.request import Request
 from ..generation.sampling import Sampler, Samples
+from ..models import hf_compat
+from ..models.fused_linear import FusedLinear, fuse
 from ..models.load import LanguageModel
-from .interrupts import held_interrupts
-from .scheduler import Chunk
+from .scheduler import Plan
 
 if TYPE_CHECKING:
-    from ..cache.paged import PagedKVCache
-
-# All but cuDNN's, which compiles a plan for each new shape of its inputs: here every step has one, 37 ms on an H200.
-BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    from ..generation.sampling import PendingSamples
 
 
-@dataclass
+@dataclass(eq=False)
 class ModelInput:
-    """One step's row: input_ids and position_ids [1, T], and which rows of it [samples] give a new token."""
+    """One step's row: input_ids and position_ids [1, T]; logits_rows [samples], the rows of it that give a new token
+    to `sampled`, in this order."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     batch: PackedBatch
     logits_rows: torch.Tensor
-    sampled: list[Chunk]  # whose they are
+    sampled: list[Request]
 
 
 class ModelRunner:
-    """Builds the packed row, calls the model, samples."""
+    """Builds the packed row, calls the model, samples.
 
-    def __init__(
-        self, lm: LanguageModel, cache: SlotKVCache | PagedKVCache, sampler: Sampler, kernels: AttentionKernels = GATHER
-    ) -> None:
-        self.lm, self.cache, self.sampler, self.kernels = lm, cache, sampler, kernels
-        self._keeps_rows = lm.model._supports_logits_to_keep()
-        self._configs = attention_configs(lm.model)
+    view: the engine's own view of the model; its projections that read the same input are one product where that is
+    faster (`models.fused_linear`).
+    """
 
-    def build(self, chunks: Sequence[Chunk]) -> ModelInput:
-        """The row of a step. Tokens of a request stay together; those with one token come first, by block."""
-        size = self.cache.block_size
-        tables = {chunk: self.cache.block_table(chunk.request) for chunk in chunks}
-        chunks = sorted(chunks, key=lambda chunk: (chunk.num_tokens > 1, tables[chunk][0]))
-        ids: list[int] = []
-        positions: list[int] = []
-        rows: list[int] = []
-        last: list[int] = []  # where in the row the last token of each chunk stands
-        for chunk in chunks:
-            begin, table = chunk.request.num_computed, tables[chunk]
-            ids += chunk.request.next_tokens(chunk.num_tokens)
-            positions += range(begin, begin + chunk.num_tokens)
-            rows += [table[p // size] * size + p % size for p in range(begin, begin + chunk.num_tokens)]
-            last.append(len(ids) - 1)
-        sampled = [chunk for chunk in chunks if chunk.samples]
-        logits_rows = [at for at, chunk in zip(last, chunks, strict=True) if chunk.samples] or last[-1:]
-        # one copy to the device for all of them
-        numbers = torch.tensor(ids + positions + rows + logits_rows).to(self.lm.device, non_blocking=True)
-        input_ids, position_ids, slot_mapping, keep = numbers.split([len(ids)] * 3 + [len(logits_rows)])
+    def __init__(self, lm: LanguageModel, cache: BlockStore, sampler: Sampler, backend: AttentionBackend) -> None:
+        self.lm, self.cache, self.sampler, self.backend = lm, cache, sampler, backend
+        self.view, self.fused = make_view(lm)
+        self._keeps_rows = hf_compat.supports_logits_to_keep(lm.model)
+
+    def execute(self, plan: Plan) -> Samples:
+        """Computes a step; one sample for each request whose tokens are all computed then, in the plan's order."""
+        return self.launch(plan).result()
+
+    def launch(self, plan: Plan) -> PendingSamples:
+        """Starts a step. Its samples are ready when the device is."""
+        inputs = self.build(plan)
+        return self.sampler.launch(self.forward(inputs), inputs.sampled)
+
+    def build(self, plan: Plan) -> ModelInput:
+        """The row of a step. Tokens of a request stay together; requests with one token come first."""
+        cache, size = self.cache, self.cache.block_size
+        decodes = [request for request, tokens in plan.items() if tokens == 1]
+        others = [request for request, tokens in plan.items() if tokens > 1]
+        requests = decodes + others
+        begins = [request.num_computed for request in requests]
+        table_rows = np.array([request.table.index for request in requests])
+
+        position = np.array(begins[: len(decodes)], dtype=np.int64)
+        ids = [_next_token(request) for request in decodes]
+        positions = [position]
+        blocks = [cache.tables[table_rows[: len(decodes)], position // size]]
+        for request in others:
+            begin, tokens = request.num_computed, plan[request]
+            position = np.arange(begin, begin + tokens)
+            ids += request.tokens(begin, begin + tokens)
+            positions.append(position)
+            blocks.append(cache.tables[request.table.index, position // size])
+        flat_positions = np.concatenate(positions)
+        slots = np.concatenate(blocks) * np.int64(size) + flat_positions % size
+
+        q_lens = [1] * len(decodes) + [plan[request] for request in others]
+        kv_lens = [begin + new for begin, new in zip(begins, q_lens, strict=True)]
+        starts = np.cumsum([0, *q_lens[len(decodes) :]])
+        ends = dict(zip(requests, itertools.accumulate(q_lens), strict=True))
+        sampled = [request for request, tokens in plan.items() if request.num_computed + tokens == request.num_tokens]
+        rows = [ends[request] - 1 for request in sampled] or [0]  # of logits that nobody reads where none is the last
+        ids, positions, slots, rows, lengths, starts, tables = self._to_device(
+            ids, flat_positions, slots, rows, kv_lens, starts, table_rows
+        )
+        width = cache.blocks_for(max(kv_lens))
         batch = PackedBatch(
-            self.cache.pools, size, [tables[chunk] for chunk in chunks], [chunk.num_tokens for chunk in chunks],
-            [chunk.request.num_computed + chunk.num_tokens for chunk in chunks], slot_mapping, self.kernels,
+            cache.pools, size, cache.trash_row, q_lens, kv_lens, len(decodes), slots,
+            cache.device_tables[:, :width].index_select(0, tables), lengths.int(), starts.int(), self.backend,
         )  # fmt: skip
-        return ModelInput(input_ids[None], position_ids[None], batch, keep, sampled)
+        return ModelInput(ids[None], positions[None], batch, rows, sampled)
+
+    def _to_device(self, *numbers: Iterable[int]) -> tuple[torch.Tensor, ...]:
+        """The numbers of a step as int64 tensors, and the block tables brought up to date, in one copy."""
+        parts = [np.asarray(part, dtype=np.int64) for part in numbers]
+        changes = self.cache.changes
+        if changes:
+            parts += [np.fromiter(changes.keys(), np.int64), np.fromiter(changes.values(), np.int64)]
+        sizes = [len(part) for part in parts]
+        flat = torch.from_numpy(np.concatenate(parts))
+        if self.lm.device.type == "cuda":
+            flat = flat.pin_memory()
+        tensors = flat.to(self.lm.device, non_blocking=True).split(sizes)
+        if changes:
+            self.cache.device_tables.view(-1).index_copy_(0, tensors[-2], tensors[-1].int())
+            changes.clear()
+            tensors = tensors[:-2]
+        return tensors
 
     def forward(self, inputs: ModelInput) -> torch.Tensor:
         """Logits [samples, vocab]; of one row that nobody reads where no chunk is its prompt's last."""
         keep = {"logits_to_keep": inputs.logits_rows} if self._keeps_rows else {}
-        with (
-            held_interrupts() as interrupts,  # so that what is switched here is switched back
-            implementation(self._configs, NAME),
-            sdpa_kernel(BACKENDS),
-            torch.no_grad(),
-            interrupts.let_through(),
-        ):
-            logits = self.lm.model(
+        with torch.no_grad():
+            logits = self.view(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
                 use_cache=False,  # ours travels with the batch
                 minfer=inputs.batch,
                 **keep,
             ).logits[0]
-        return logits if self._keeps_rows else logits[inputs.logits_rows]
+        logits = logits if self._keeps_rows else logits[inputs.logits_rows]
+        return logits[: len(inputs.sampled)]
 
-    def sample(self, logits: torch.Tensor, inputs: ModelInput) -> Samples:
-        """One token for each of `inputs.sampled`, in that order."""
-        if not inputs.sampled:
-            return Samples([], [])
-        return self.sampler(logits, [chunk.request for chunk in inputs.sampled])
+    def refresh(self) -> None:
+        """Merges projections again whose weights were moved or replaced."""
+        for fused in self.fused:
+            if not fused.intact():
+                fused.merge()
+
+
+def make_view(lm: LanguageModel) -> tuple[torch.nn.Module, list[FusedLinear]]:
+    """A view of a model that attends by the batch, with merged projections. Raises `UnsupportedModel`."""
+    support = packed_support(lm)
+    view = view_of(lm.model, NAME)
+    merges = lm.device.type == "cpu" or lm.quantization is not None
+    return view, fuse(view, support.groups) if merges else []
+
+
+def _next_token(request: Request) -> int:
+    at = request.num_computed - len(request.prompt_token_ids)
+    return request.token_ids[at] if at >= 0 else request.prompt_token_ids[at]

@@ -4,74 +4,68 @@ A step has a budget of tokens. A decoding request asks for one of it, a request 
 much as is left: a long prompt is taken in chunks, so that those who decode need not wait for it (chunked prefill,
 Agrawal et al. 2024). Requests join and leave between any two steps.
 
-A cache that gives out memory as it is used can run out of it. Then the request that would have been served last gives
-its room back and waits again, with all that it has generated (preemption by recomputation, Kwon et al. 2023).
+A cache that gives out memory as it is used can run out of it. Then the request that would have been served last is
+preempted: it gives its room back and waits again, with all that it has generated, and is computed again later
+(preemption by recomputation, Kwon et al. 2023).
 
-Invariant, after every call: a request is waiting, running, or gone; running ones, and only they, own room in the cache;
-at most `max_num_seqs` run; no schedule exceeds the budget, has a request twice or is empty while anybody could run. The
-first of all, by priority and arrival, never gives way, so that somebody always gets on.
+Invariant, after every call: a request is waiting, running, or gone; running ones, and only they, have room in the
+cache; at most `max_num_seqs` run; no plan exceeds the budget or is empty while a request could run. The first of all,
+by priority and arrival, is never preempted, so that there is always progress.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..cache.pool import NO_PREFIX, Prefix
 from ..errors import InvariantBroken
 from ..generation.request import Request
+from ..generation.sampling import Samples
 
-# Tokens. Without any, whoever joins is soon preempted; with many, memory lies idle. Over mixed lengths in a pool that
-# is too small for all, work done twice and idle memory together cost least at about half a block of 16 tokens.
+# Tokens by which each running request must be able to grow when another one joins. Without any, a request that joins is
+# soon preempted; with many, memory lies idle. Half a block of 16 tokens cost least over mixed lengths in a small pool.
 WATERMARK = 8
+
+Plan = dict[Request, int]
+"""A step: how many of its next tokens each request computes."""
 
 
 class Cache(Protocol):
-    """What the scheduler has to know of a KV cache."""
+    """What the scheduler asks of a KV cache. `Request.table` is the cache's: None means that a request has no room."""
 
-    shares_prompts: bool
+    block_size: int  # tokens
+    num_blocks: int
+    shares_prompts: bool  # whether `fork` works
 
-    def match(self, request: Request) -> Prefix: ...
+    def find_prefix(self, request: Request) -> Prefix: ...
 
-    def fork(self, owner: Request, tokens: int) -> Prefix: ...  # where it shares prompts
+    def fork(self, request: Request, tokens: int) -> Prefix: ...
 
     def blocks_for(self, tokens: int) -> int: ...
 
-    def block_table(self, owner: Request) -> Sequence[int]: ...
+    def allocate(self, request: Request, tokens: int, *, prefix: Prefix = NO_PREFIX, reserve: int = 0) -> bool: ...
 
-    def allocate(
-        self, owner: Request, tokens: int, computed: int, *, prefix: Prefix = NO_PREFIX, reserve: int = 0
-    ) -> bool: ...
+    def cache_blocks(self, request: Request) -> None: ...
 
-    def commit(self, owner: Request, computed: int) -> None: ...
+    def forget_blocks(self, request: Request) -> None: ...
 
-    def free(self, owner: Request) -> None: ...
+    def free(self, request: Request) -> None: ...
 
-    def check_invariants(self, computed: Mapping[Request, int]) -> None: ...
+    def reset(self) -> None: ...
 
-
-@dataclass(frozen=True)
-class Chunk:
-    """The next `num_tokens` tokens of a request, to be computed in one step."""
-
-    request: Request
-    num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether its last token is the newest one, so that the step gives the request a new token."""
-        return self.num_tokens == self.request.num_to_compute
+    def check_invariants(self, running: Iterable[Request]) -> None: ...
 
 
 @dataclass
-class Sharing:
+class PrefixStats:
     """What requests gained from each other's keys and values, and lost to each other.
 
-    asked_tokens: tokens of all requests that joined; hit_tokens: those of them that were found in the cache, by what
-    they are; forked_tokens: those that another answer to the same prompt had. preemptions: how often a request gave
-    way; recomputed_tokens: tokens that were, or are about to be, computed again for that.
+    asked_tokens: tokens of all requests that joined; hit_tokens: those of them that the prefix cache had;
+    forked_tokens: those that another answer to the same prompt had. preemptions: how many there were;
+    recomputed_tokens: tokens that were, or are about to be, computed again for that.
     """
 
     asked_tokens: int = 0
@@ -80,28 +74,27 @@ class Sharing:
     preemptions: int = 0
     recomputed_tokens: int = 0
 
-    def count(self, request: Request, prefix: Prefix, lost: int | None) -> None:
-        """A request joins with this prefix; after a preemption that lost so many tokens, else None."""
-        if lost is not None:
-            self.recomputed_tokens += max(0, lost - prefix.tokens)
-            return
-        self.asked_tokens += request.num_tokens
-        if prefix.forked:
-            self.forked_tokens += prefix.tokens
-        else:
-            self.hit_tokens += prefix.tokens
-
 
 class Scheduler:
     """The queues of an engine.
 
-    cache: asked for room for each chunk. max_num_seqs: requests that run at most. max_num_batched_tokens: tokens that a
-    step computes at most. watermark: tokens by which each running request must be able to grow when another one joins.
+    cache: asked for room for each request. max_num_seqs: requests that run at most. max_num_batched_tokens: tokens that
+    a step computes at most. watermark: tokens by which each running request must be able to grow when another joins.
 
     Lower priority numbers run first. Among equals, requests that decode go before those that still prefill, and these
-    in order of arrival; if the budget does not reach for all that decode, they take turns. Nobody overtakes a request
-    of his own priority in the queue, so each gets its turn; only an answer whose prompt a sibling is computing at that
-    moment lets others pass until it can share it.
+    in order of arrival; if the budget does not reach for all that decode, they take turns. No request overtakes another
+    of its priority in the queue, except that an answer waits for the prompt that a sibling is computing.
+
+    Another policy is a subclass that the engine is given, `LLMEngine(lm, scheduler=ShortestFirst)`. `order` decides who
+    joins first, and with `choose_victim` who is preempted:
+
+        class ShortestFirst(Scheduler):
+            def order(self, request):
+                return request.max_new_tokens, request.arrival
+
+        class LeastComputed(Scheduler):
+            def choose_victim(self, running):
+                return min(running, key=lambda request: request.num_computed)
     """
 
     def __init__(self, cache: Cache, *, max_num_seqs: int, max_num_batched_tokens: int, watermark: int = 0) -> None:
@@ -109,155 +102,219 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.watermark = watermark
-        self.waiting: list[Request] = []  # in the order in which they will be admitted
+        self.waiting: list[Request] = []  # in the order in which they will join
         self.running: list[Request] = []
-        self.sharing = Sharing()
-        self._arrivals: dict[Request, int] = {}  # of all that wait or run
-        self._served: dict[Request, int] = {}  # of all that run: which of all chunks was their last
-        self._lost: dict[Request, int] = {}  # of the preempted: tokens that the cache held of them
-        self._count = 0  # of arrivals
-        self._chunks = 0
-        self._closed = False  # to some: somebody was preempted, and nobody that ran has ended since
+        self.stats = PrefixStats()
+        self._lost: dict[Request, int] = {}  # of preempted requests: tokens that the cache held of them
+        self._closed_from: Any = None  # the order from which on nobody joins until a request ends
+        self._steps = 0
+
+    # -- policy -------------------------------------------------------------------------------------------------------
+
+    def order(self, request: Request) -> Any:
+        """Sorts requests: the smallest joins first and is preempted last. It must not change while a request waits."""
+        return request.priority, request.arrival
+
+    def choose_victim(self, running: Sequence[Request]) -> Request:
+        """Which running request is preempted when the cache is full."""
+        return max(running, key=self.order)
+
+    # -- what the engine calls ----------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Puts a request into the queue, behind those of its priority."""
-        self._arrivals[request] = self._count
-        self._count += 1
-        bisect.insort(self.waiting, request, key=self._order)
+        """Puts a request into the queue, behind those that go before it."""
+        if self.waiting and self.order(self.waiting[-1]) > self.order(request):
+            bisect.insort(self.waiting, request, key=self.order)
+        else:
+            self.waiting.append(request)
 
-    def schedule(self) -> list[Chunk]:
-        """The chunks of the next step; requests are admitted as far as budget, places and cache reach."""
-        plan: dict[Request, int] = {}  # tokens of each
+    def schedule(self) -> Plan:
+        """The next step; requests join as far as budget, places and cache reach."""
+        self._steps += 1
+        plan: Plan = {}
         budget = self.max_num_batched_tokens
-        full = False  # nobody joins; those that have room go on
-        for request in sorted([*self.running, *self.waiting[: self.max_num_seqs]], key=self._urgency):
+        full = False  # no request joins; those that run go on
+        for request in self._candidates():
             if not budget:
                 break
-            if request in self._served:
-                tokens = min(budget, request.num_to_compute)
-                fits, preempted = self._make_room(request, request.num_computed + tokens)
-                budget += sum(plan.pop(each, 0) for each in preempted)
-                full |= not fits or len(preempted) > 0
-                if not fits:  # it waits for one of those before it to end, and keeps what it has
-                    continue
-            elif full or self._closed_to(request):
-                full = True  # who comes behind must not overtake
+            if request.table is not None:
+                end = min(request.num_tokens, request.num_computed + budget)
+                if end > request.table.capacity:
+                    fits, preempted = self._make_room(request, end)
+                    budget += sum(plan.pop(victim, 0) for victim in preempted)
+                    full |= not fits or len(preempted) > 0
+                    if not fits:  # it waits for one of those before it to end, and keeps what it has
+                        continue
+                    end = min(request.num_tokens, request.num_computed + budget, request.table.capacity)
+            elif full or self._is_closed_to(request):
+                full = True  # no request behind it may overtake it
                 continue
             elif len(self.running) >= self.max_num_seqs or (prefix := self._prefix(request)) is None:
                 continue
             else:
-                tokens = min(budget, request.num_tokens - prefix.tokens)
-                if not self._admit(request, tokens, prefix):
+                end = min(request.num_tokens, prefix.tokens + budget)
+                if not self._join(request, end, prefix):
                     full = True
                     continue
-            self._chunks += 1
-            self._served[request] = self._chunks
+            tokens = end - request.num_computed
+            request.last_step = self._steps
             budget -= tokens
             plan[request] = tokens
-        return [Chunk(request, tokens) for request, tokens in plan.items()]
+        return plan
+
+    def update(self, plan: Plan, samples: Samples, now: float) -> list[Request]:
+        """Appends the new tokens of a step that was computed, and takes out the requests that they end."""
+        size, room = self.cache.block_size, self.cache.block_size * self.cache.num_blocks
+        ended, row = [], 0
+        for request, tokens in plan.items():
+            request.num_computed += tokens
+            if request.num_computed < request.num_tokens:
+                continue  # a chunk of a prompt that is not the last
+            if row in samples.errors:
+                self.cache.forget_blocks(request)
+                request.finish("error", now, error=_described(samples.errors[row]))
+            else:
+                if request.num_computed // size > len(request.table.keys):
+                    self.cache.cache_blocks(request)
+                try:
+                    request.append(samples.token_ids[row], samples.logprobs[row], now)
+                except Exception as failure:  # a tokenizer that cannot decode what a stop string is looked for in
+                    request.finish("error", now, error=_described(failure))
+                if request.num_computed == room:  # its newest token is an answer, but finds no room any more
+                    request.finish("length", now, stop_reason="kv_cache_full")
+            row += 1
+            if request.finish_reason is not None:
+                ended.append(request)
+        for request in ended:
+            self.remove(request)
+        return ended
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out of its queue and gives its room back."""
+        if request.table is not None:
+            self.running.remove(request)
+            self._closed_from = None
+        else:
+            self._leave_queue(request)
+        self._lost.pop(request, None)
+        self.cache.free(request)
+
+    def reset(self) -> None:
+        """Forgets all requests, and makes the whole cache free."""
+        self.waiting, self.running, self._lost, self._closed_from = [], [], {}, None
+        self.cache.reset()
+
+    # -- how it decides -----------------------------------------------------------------------------------------------
+
+    def _candidates(self) -> Sequence[Request]:
+        """Running requests, and those that may join, the most urgent first where there is not enough for all."""
+        places = self.max_num_seqs - len(self.running)
+        if places > 0 and self.waiting:
+            return sorted([*self.running, *self.waiting[: self.max_num_seqs]], key=self._urgency)
+        wanted = sum([request.num_tokens - request.num_computed for request in self.running])
+        if wanted > self.max_num_batched_tokens:
+            return sorted(self.running, key=self._urgency)
+        return list(self.running)  # a copy: those that are preempted leave it
+
+    def _urgency(self, request: Request) -> Any:
+        decodes = request.num_computed > 0 and request.num_tokens - request.num_computed == 1
+        return request.priority, not decodes, request.last_step if decodes else 0, self.order(request)
 
     def _make_room(self, request: Request, tokens: int) -> tuple[bool, list[Request]]:
-        """Room for a running request's tokens, taken from those that come after it if need be: these, too. False if it
-        would have to be taken from those before it."""
+        """Room for the first `tokens` tokens of a running request. Preempts later requests if needed; returns whether
+        there is room now, and who was preempted."""
         preempted: list[Request] = []
-        while not self.cache.allocate(request, tokens, request.num_computed):
-            last = max(self.running, key=self._order)
-            if last is request:
+        while not self.cache.allocate(request, tokens):
+            victim = self.choose_victim(self.running)
+            if victim is request:
                 return False, preempted
-            self._preempt(last)
-            preempted.append(last)
+            self._preempt(victim)
+            preempted.append(victim)
         return True, preempted
 
     def _preempt(self, request: Request) -> None:
-        """Back to the queue, where it stood; its tokens stay, what the cache held of them is computed again.
+        """Puts a running request back into the queue; its tokens stay, its keys and values are computed again.
 
-        Neither it nor anybody behind it joins until a request has ended: who joined at once would be the next to go.
+        Neither it nor a request behind it joins until one has ended: it would be the next to be preempted.
         """
         self.cache.free(request)
         self.running.remove(request)
-        del self._served[request]
-        self.sharing.preemptions += 1
+        self.stats.preemptions += 1
         self._lost[request] = request.num_computed
         request.metrics.preemptions += 1
         request.num_computed = 0
-        bisect.insort(self.waiting, request, key=self._order)
-        self._closed = True
+        bisect.insort(self.waiting, request, key=self.order)
+        if self._closed_from is None or self.order(request) < self._closed_from:
+            self._closed_from = self.order(request)
 
-    def _closed_to(self, request: Request) -> bool:
-        """Whether a request has to wait because it, or somebody before it, was preempted and nobody has ended since."""
-        return (
-            self._closed
-            and bool(self.running)
-            and any(self._order(lost) <= self._order(request) for lost in self._lost)
-        )
+    def _is_closed_to(self, request: Request) -> bool:
+        return bool(self.running) and self._closed_from is not None and self.order(request) >= self._closed_from
 
     def _prefix(self, request: Request) -> Prefix | None:
         """What a new request need not compute; None if it had better wait for a sibling that is computing it."""
-        found = self.cache.match(request)
+        prefix = self.cache.find_prefix(request)
         shared = min(len(request.prompt_token_ids), request.num_tokens - 1)  # tokens that a sibling may have
-        for other in request.siblings if self.cache.shares_prompts and shared > found.tokens else ():
-            if other in self._served:
-                return self.cache.fork(other, shared) if other.num_computed >= shared else None
-        return found
+        if self.cache.shares_prompts and shared > prefix.tokens:
+            for sibling in request.siblings:
+                if sibling.table is not None:
+                    return self.cache.fork(sibling, shared) if sibling.num_computed >= shared else None
+        return prefix
 
-    def _admit(self, request: Request, tokens: int, prefix: Prefix) -> bool:
-        """Lets a request join with its next `tokens` tokens, if all of its tokens will fit beside what others need for
-        theirs; False if not, and then nothing changed."""
-        end = prefix.tokens + tokens
-        reserve = self.cache.blocks_for(request.num_tokens) - self.cache.blocks_for(end)
-        if self.running:
-            reserve += self.cache.blocks_for(self.watermark * len(self.running)) if self.watermark else 0
+    def _join(self, request: Request, tokens: int, prefix: Prefix) -> bool:
+        """Lets a request run with its first `tokens` tokens, if all of its tokens will fit beside what the others need
+        for theirs; False if not, and then nothing changed."""
+        blocks_for, running = self.cache.blocks_for, self.running
+        reserve = blocks_for(request.num_tokens) - blocks_for(tokens)
+        if running:
+            reserve += blocks_for(self.watermark * len(running)) if self.watermark else 0
             reserve += sum(
-                self.cache.blocks_for(other.num_tokens) - len(self.cache.block_table(other)) for other in self.running
+                [
+                    blocks_for(other.num_tokens) - len(other.table.blocks)
+                    for other in running
+                    if other.num_tokens > other.table.capacity
+                ]
             )
-        if not self.cache.allocate(request, end, prefix.tokens, prefix=prefix, reserve=reserve):
+        if not self.cache.allocate(request, tokens, prefix=prefix, reserve=reserve):
             return False
-        self.sharing.count(request, prefix, self._lost.pop(request, None))
+        self._count(request, prefix)
         request.num_computed = prefix.tokens
-        self.waiting.remove(request)
-        self.running.append(request)
+        self._leave_queue(request)
+        running.append(request)
         return True
 
-    def computed(self, chunk: Chunk) -> None:
-        """A chunk has been computed, and lies in the cache."""
-        request = chunk.request
-        request.num_computed += chunk.num_tokens
-        self.cache.commit(request, request.num_computed)
+    def _leave_queue(self, request: Request) -> None:
+        at = bisect.bisect_left(self.waiting, self.order(request), key=self.order)
+        while self.waiting[at] is not request:
+            at += 1
+        del self.waiting[at]
 
-    def remove_finished(self) -> list[Request]:
-        """Takes out every request that has a finish reason, gives its room back, and returns them."""
-        done = [request for request in (*self.waiting, *self.running) if request.finished]
-        self._closed = self._closed and not any(request in self._served for request in done)
-        for request in done:
-            self.cache.free(request)
-            self._arrivals.pop(request)
-            self._served.pop(request, None)
-            self._lost.pop(request, None)
-        if done:  # those, and not who may have ended meanwhile
-            self.waiting = [request for request in self.waiting if request in self._arrivals]
-            self.running = [request for request in self.running if request in self._arrivals]
-        return done
-
-    def _order(self, request: Request) -> tuple[float, int]:
-        return request.priority, self._arrivals[request]
-
-    def _urgency(self, request: Request) -> tuple[float, bool, int, int]:
-        decodes = request.num_to_compute == 1 and request.num_computed > 0
-        turn = self._served.get(request, 0) if decodes else 0
-        return request.priority, not decodes, turn, self._arrivals[request]
+    def _count(self, request: Request, prefix: Prefix) -> None:
+        stats = self.stats
+        if request in self._lost:
+            stats.recomputed_tokens += max(0, self._lost.pop(request) - prefix.tokens)
+            return
+        stats.asked_tokens += request.num_tokens
+        if prefix.forked:
+            stats.forked_tokens += prefix.tokens
+        else:
+            stats.hit_tokens += prefix.tokens
 
     def check_invariants(self) -> None:
         """Raises `InvariantBroken` if the queues contradict themselves or the cache."""
-        self.cache.check_invariants({request: request.num_computed for request in self.running})
-        everybody = [*self.waiting, *self.running]
-        if len(set(everybody)) != len(everybody) or set(everybody) != self._arrivals.keys():
-            raise InvariantBroken("a request stands in two queues, or in none")
-        if self.waiting != sorted(self.waiting, key=self._order):
+        self.cache.check_invariants(self.running)
+        requests = [*self.waiting, *self.running]
+        if len(set(requests)) != len(requests):
+            raise InvariantBroken("a request stands in two queues")
+        if self.waiting != sorted(self.waiting, key=self.order):
             raise InvariantBroken("the waiting queue is out of order")
-        if set(self.running) != self._served.keys() or len(self.running) > self.max_num_seqs:
-            raise InvariantBroken(f"{len(self.running)} requests run, {len(self._served)} were admitted")
-        if any(request.num_computed for request in self.waiting):
+        if len(self.running) > self.max_num_seqs or any(request.table is None for request in self.running):
+            raise InvariantBroken(f"{len(self.running)} requests run, and some have no room in the cache")
+        if any(request.num_computed or request.table is not None for request in self.waiting):
             raise InvariantBroken("a request that waits has tokens in the cache")
         for request in self.running:
             if not 0 <= request.num_computed <= request.num_tokens:
                 raise InvariantBroken(f"{request.num_computed} of {request.num_tokens} tokens computed")
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,17 +1,20 @@
-"""The first engine: a loop around the model, one request after the other, nothing remembered between steps.
+"""The first two engines: one request after the other.
 
-`SerialEngine` is the loop, shared with the second engine; what a step computes is left to the subclass. `NaiveEngine`
-runs the model on the whole sequence for every new token: simple, right, and slower with every token it says.
+`Engine` is what all engines share, `SerialEngine` a loop around the model whose step is left to the subclass.
+`NaiveEngine` runs the model on the whole sequence for every new token: simple, right, and slower with every token it
+says. `CachedEngine` keeps keys and values, so that a step computes one new token instead of all of them.
 
 Invariant: requests are served in the order given, and one that has begun ends before the next begins, unless a caller
-interleaves streams himself; each run has its own state, so that this is right too.
+interleaves streams; each run has its own state, so that this is right too.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -19,34 +22,84 @@ import torch
 from tqdm.auto import tqdm
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..cache.contiguous import KVCache, cache_argument, check_cacheable, check_filled
-from ..errors import GenerationFailed, InvalidParameter, InvalidPrompt, MinferError, one_of
+from ..cache.contiguous import KVCache, check_cacheable, check_filled
+from ..errors import GenerationFailed, MinferError, must_be
 from ..generation.params import SamplingParams
-from ..generation.prompts import Prompt, make_requests, prompt_list, request_ids, resolve_max_model_len
-from ..generation.request import Request, RequestOutput, StreamPiece
+from ..generation.prompts import Prompt, make_requests, one_prompt, resolve_max_model_len
+from ..generation.request import PieceReader, Request, RequestOutput, StreamPiece
 from ..generation.sampling import Sampler
-from ..models.load import LanguageModel
+from ..models import hf_compat
+from ..models.load import LanguageModel, load_model
+
+Messages = Sequence[Mapping[str, Any]]
 
 
-class SerialEngine:
+class Engine:
+    """What every engine has: `generate`, `stream` and, over `generate`, `chat`. clock: seconds as a float."""
+
+    name = "engine"
+
+    def __init__(self, lm: LanguageModel, clock: Callable[[], float]) -> None:
+        self.lm, self.clock = lm, clock
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        raise NotImplementedError
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
+        raise NotImplementedError
+
+    def chat(
+        self,
+        messages: str | Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation or a list of them, in the model's chat template, in input order.
+
+        A conversation is a list of dicts with "role" and "content", or a string for one message of the user. Raises
+        `InvalidPrompt` for messages that do not fit the template, and what `generate` raises.
+        """
+        prompts = [self.lm.chat_ids(conversation) for conversation in _conversations(messages)]
+        return self.generate(prompts, params, progress=progress)
+
+
+def _conversations(messages: str | Messages | Sequence[Messages]) -> list[str | Messages]:
+    """One conversation, or a list of them -> a list of conversations; a string is one message of a user."""
+    if isinstance(messages, str | Mapping):
+        return [messages]
+    many = list(messages)
+    return [many] if many and isinstance(many[0], Mapping) else many
+
+
+class SerialEngine(Engine):
     """`generate` and `stream` for engines that serve one request at a time.
 
-    max_model_len: tokens of prompt and answer together; None takes the model's limit, at most 2,048.
-    clock: seconds as a float; tests inject their own.
+    lm: a `LanguageModel`, or a name as `load_model` takes it. max_model_len: tokens of prompt and answer together; None
+    takes the model's limit, at most 2,048. clock: seconds as a float; tests inject their own.
     """
 
     name = "serial"
 
     def __init__(
-        self, lm: LanguageModel, *, max_model_len: int | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        lm: LanguageModel | str | os.PathLike[str],
+        *,
+        max_model_len: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.lm = lm
-        self.max_model_len = resolve_max_model_len(lm, max_model_len)
-        self.clock = clock
-        self.sampler = Sampler(lm.eos_ids)
-        self._ids = request_ids()
+        super().__init__(lm if isinstance(lm, LanguageModel) else load_model(lm), clock)
+        self.max_model_len = resolve_max_model_len(self.lm, max_model_len)
+        self.sampler = Sampler(self.lm.eos_ids)
+        self._ids = map(str, itertools.count())
 
-    # -- what a subclass says -------------------------------------------------------------------------------------
+    # -- what a subclass says -----------------------------------------------------------------------------------------
 
     def _memory(self) -> AbstractContextManager[Any]:
         """What one request keeps between its steps; given back when the request ends, however it ends."""
@@ -56,7 +109,7 @@ class SerialEngine:
         """Logits [1, vocab] for the next token of a request."""
         raise NotImplementedError
 
-    # -- the interface of every engine ----------------------------------------------------------------------------
+    # -- the interface of every engine --------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -78,16 +131,16 @@ class SerialEngine:
                 for _ in self._run(request):
                     pass
         except KeyboardInterrupt:
-            self._abort(requests)
-            done = sum(r.finish_reason != "abort" for r in requests)
+            done = sum(request.finished for request in requests)
             warnings.warn(
                 f"Interrupted: {done} of {len(requests)} answers are complete, the rest is cut.", stacklevel=2
             )
         except MinferError:  # a model that the engine could not refuse before it saw a step of it
-            self._abort(requests)
             raise
         except Exception as error:
             raise self._failed(error, requests) from error
+        finally:
+            self._abort(requests)
         return [request.output() for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamPiece]:
@@ -99,18 +152,15 @@ class SerialEngine:
         piece was read, or when the iterator is closed or collected. A stream that is left early while something still
         refers to it holds its cache: call its `close()`, or read it inside `with contextlib.closing(...)`.
         """
-        prompts = prompt_list(prompt)
-        if len(prompts) != 1:
-            raise InvalidPrompt(
-                f"stream() takes one prompt; {len(prompts)} were given. Call it once for each, or use generate()."
-            )
+        prompts = one_prompt(prompt, "stream()", "Call it once for each, or use generate().")
         return self._pieces(self._requests(prompts, params))
 
     def _pieces(self, requests: list[Request]) -> Iterator[StreamPiece]:
         try:
             for request in requests:
+                reader = PieceReader(request)
                 for _ in self._run(request):
-                    yield request.take_piece()
+                    yield reader.take()
         except MinferError:
             raise
         except Exception as error:
@@ -118,7 +168,7 @@ class SerialEngine:
         finally:  # also when the reader of the stream goes away
             self._abort(requests)
 
-    # -- the loop -------------------------------------------------------------------------------------------------
+    # -- the loop -----------------------------------------------------------------------------------------------------
 
     def _run(self, request: Request) -> Iterator[None]:
         """The steps of one request, from its prompt to its finish reason; yields after each."""
@@ -173,17 +223,19 @@ CACHES = ("own", "hf")
 
 
 class CachedEngine(SerialEngine):
-    """One request at a time over a KV cache.
+    """One request at a time over a KV cache: the whole prompt at first (prefill), then one token a step (decode).
 
     cache: "own" is this package's preallocated `KVCache` of max_model_len tokens, kept and reused from request to
       request; "hf" is the `DynamicCache` of transformers, made anew for each request and grown with every token.
+
+    Invariant: before each step the cache holds every token of the request that the model has seen.
     """
 
     name = "cached"
 
     def __init__(
         self,
-        lm: LanguageModel,
+        lm: LanguageModel | str | os.PathLike[str],
         cache: Literal["own", "hf"] = "own",
         *,
         max_model_len: int | None = None,
@@ -191,11 +243,11 @@ class CachedEngine(SerialEngine):
     ) -> None:
         super().__init__(lm, max_model_len=max_model_len, clock=clock)
         if cache not in CACHES:
-            raise InvalidParameter(f"cache={cache!r} is not possible: it must be {one_of(CACHES)}.")
-        check_cacheable(lm.model, lm.name)
+            raise must_be("cache", '"own" or "hf"', cache)
+        check_cacheable(self.lm.model, self.lm.name)
         self.cache = cache
         self.name = "cached" if cache == "own" else "cached (HF cache)"
-        self._argument = cache_argument(lm.model)
+        self._argument = hf_compat.cache_argument(self.lm.model)
         self._caches: list[KVCache] = []  # all that were ever made: as many as requests ran at once
         self._free: list[KVCache] = []  # those whose request has ended, for the next ones
 

@@ -1,16 +1,17 @@
-"""What the steps of an engine did: one by one for plots and widgets, and in all for statistics."""
+"""What the steps of an engine did: in all for statistics, and one by one for plots and widgets.
+
+Invariant: an engine that is not traced pays for the sums alone.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..cache.slots import SlotKVCache
-from ..generation.request import Request
-from .scheduler import Chunk, Scheduler
+from ..generation.sampling import Samples
+from .scheduler import Plan, Scheduler
 
 if TYPE_CHECKING:
     from ..cache.paged import PagedKVCache
@@ -61,21 +62,24 @@ class BlockMap:
     forked_tokens: int = 0
 
     @classmethod
-    def of(cls, scheduler: Scheduler, cache: PagedKVCache) -> BlockMap:
-        sharing = scheduler.sharing
+    def of(cls, plan: Plan, scheduler: Scheduler, cache: PagedKVCache) -> BlockMap:
+        stats = scheduler.stats
+        tables = tuple(
+            TracedTable(
+                request.request_id, request.index, tuple(request.table.blocks),
+                request.num_computed + plan.get(request, 0),
+            )
+            for request in scheduler.running
+        )  # fmt: skip
         return cls(
-            cache.block_size, cache.num_blocks,
-            tuple(
-                TracedTable(request.request_id, request.index, tuple(table.blocks), table.tokens)
-                for request, table in cache.tables.items()
-            ),
-            cache.allocator.cached, sharing.preemptions, cache.bytes_copied, sharing.hit_tokens, sharing.forked_tokens,
+            cache.block_size, cache.num_blocks, tables, cache.allocator.cached, stats.preemptions, cache.bytes_copied,
+            stats.hit_tokens, stats.forked_tokens,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step. Moments in seconds of the engine's clock; the model's part, sampling included, is built..computed.
+    """One step. Moments in seconds of the engine's clock; the model's part, sampling included, is scheduled..computed.
 
     waiting: (request_id, index) of those still in the queue. kv_tokens: tokens in the cache after the step. kv_held:
     rows that belong to requests, filled or not. kv_capacity: rows that the cache has. blocks: of a paged cache.
@@ -89,43 +93,32 @@ class StepTrace:
     blocks: BlockMap | None = None
     began: float = 0.0
     scheduled: float = 0.0
-    built: float = 0.0
     computed: float = 0.0
     ended: float = 0.0
 
     @classmethod
-    def of(
-        cls,
-        chunks: Sequence[Chunk],
-        gained: Collection[Request],
-        scheduler: Scheduler,
-        cache: SlotKVCache | PagedKVCache,
-        in_full: bool = True,
-    ) -> StepTrace:
-        """Taken after the forward pass, before anything is appended. gained: the requests that get a new token.
-
-        in_full: with the queue and the blocks, which takes a while where there are many.
-        """
-        return cls(
-            tuple(
+    def of(cls, plan: Plan, samples: Samples, scheduler: Scheduler, cache: Any) -> StepTrace:
+        """Taken after the forward pass, before anything is appended."""
+        chunks, row = [], 0
+        for request, tokens in plan.items():
+            last = request.num_computed + tokens == request.num_tokens
+            decodes = last and tokens == 1 and request.num_computed >= len(request.prompt_token_ids)
+            chunks.append(
                 TracedChunk(
-                    chunk.request.request_id, chunk.request.index, chunk.request.num_computed, chunk.num_tokens,
-                    chunk.request.num_to_compute == 1
-                    and chunk.request.num_computed >= len(chunk.request.prompt_token_ids),
-                    chunk.request in gained,
-                    cache.block_table(chunk.request)[0],
+                    request.request_id, request.index, request.num_computed, tokens, decodes,
+                    last and row not in samples.errors, request.table.blocks[0],
                 )
-                for chunk in chunks
-            ),
-            tuple((request.request_id, request.index) for request in scheduler.waiting) if in_full else (),
-            cache.tokens_used,
-            cache.num_blocks * cache.block_size,
+            )  # fmt: skip
+            row += last
+        return cls(
+            tuple(chunks), tuple((request.request_id, request.index) for request in scheduler.waiting),
+            cache.tokens_used(scheduler.running) + sum(plan.values()), cache.num_blocks * cache.block_size,
             cache.blocks_used * cache.block_size,
-            BlockMap.of(scheduler, cache) if in_full and hasattr(cache, "tables") else None,
+            BlockMap.of(plan, scheduler, cache) if hasattr(cache, "allocator") else None,
         )  # fmt: skip
 
-    def timed(self, began: float, scheduled: float, built: float, computed: float, ended: float) -> StepTrace:
-        return dataclasses.replace(self, began=began, scheduled=scheduled, built=built, computed=computed, ended=ended)
+    def timed(self, began: float, scheduled: float, computed: float, ended: float) -> StepTrace:
+        return dataclasses.replace(self, began=began, scheduled=scheduled, computed=computed, ended=ended)
 
     @property
     def num_tokens(self) -> int:
@@ -146,9 +139,9 @@ class Totals:
     """Sums over all steps of an engine.
 
     computed_tokens: tokens that went through the model, prompts included; output_tokens: tokens that were sampled.
-    *_s: seconds of each part of the steps; model_s includes sampling. finished: requests by finish reason.
-    kv_peak_used_tokens: rows of the cache that held a token in the step when they were most, and kv_peak_held_tokens:
-    rows that requests had in that step; both since the engine was made, or since its `forget()`.
+    *_s: seconds of each part of the steps; model_s includes building the row and sampling. finished: requests by finish
+    reason. kv_peak_used_tokens: rows of the cache that held a token in the step when they were most, and
+    kv_peak_held_tokens: rows that requests had in that step; both since the engine was made or `reset_stats()`.
     """
 
     steps: int = 0
@@ -156,30 +149,34 @@ class Totals:
     output_tokens: int = 0
     scheduled_requests: int = 0
     schedule_s: float = 0.0
-    build_s: float = 0.0
     model_s: float = 0.0
     postprocess_s: float = 0.0
     kv_peak_used_tokens: int = 0
     kv_peak_held_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)
 
-    def add(self, step: StepTrace) -> None:
+    def count(self, plan: Plan, samples: Samples, scheduler: Scheduler, cache: Any) -> None:
+        """A step that was computed, before anything is appended."""
+        tokens = sum(plan.values())
         self.steps += 1
-        self.computed_tokens += step.num_tokens
-        self.output_tokens += sum(chunk.samples for chunk in step.chunks)
-        self.scheduled_requests += len(step.chunks)
-        self.schedule_s += step.scheduled - step.began
-        self.build_s += step.built - step.scheduled
-        self.model_s += step.computed - step.built
-        self.postprocess_s += step.ended - step.computed
-        now, peak = (step.kv_tokens, step.kv_held), (self.kv_peak_used_tokens, self.kv_peak_held_tokens)
-        self.kv_peak_used_tokens, self.kv_peak_held_tokens = max(now, peak)
+        self.computed_tokens += tokens
+        self.output_tokens += len(samples.token_ids) - len(samples.errors)
+        self.scheduled_requests += len(plan)
+        now = cache.tokens_used(scheduler.running) + tokens, cache.blocks_used * cache.block_size
+        if now > (self.kv_peak_used_tokens, self.kv_peak_held_tokens):
+            self.kv_peak_used_tokens, self.kv_peak_held_tokens = now
 
-    def report(self, scheduler: Scheduler, cache: SlotKVCache | PagedKVCache) -> dict[str, float]:
+    def time(self, began: float, scheduled: float, computed: float, ended: float) -> None:
+        """When the parts of that step were over."""
+        self.schedule_s += scheduled - began
+        self.model_s += computed - scheduled
+        self.postprocess_s += ended - computed
+
+    def report(self, scheduler: Scheduler, cache: Any) -> dict[str, float]:
         """The sums, and where the engine stands now: waiting and running requests, bytes of cache.
 
         mean_batch: requests in a step, on average. kv_bytes_held: of blocks that requests have; kv_bytes_used: of rows
-        that hold a token. The rest is named by `scheduler.Sharing` and by the cache's own `report`.
+        that hold a token. The rest is named by `scheduler.PrefixStats` and by the cache's own `report`.
         """
         sums = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "finished"}
         batch = sums.pop("scheduled_requests") / max(1, self.steps)
@@ -191,7 +188,7 @@ class Totals:
             **{f"finished_{reason}": count for reason, count in sorted(self.finished.items())},
             "kv_bytes_reserved": cache.nbytes_reserved,
             "kv_bytes_held": cache.nbytes_held,
-            "kv_bytes_used": cache.nbytes_used,
-            **cache.report(),
-            **dataclasses.asdict(scheduler.sharing),
+            "kv_bytes_used": cache.tokens_used(scheduler.running) * cache.bytes_per_token,
+            **cache.report(scheduler.running),
+            **dataclasses.asdict(scheduler.stats),
         }

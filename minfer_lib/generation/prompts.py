@@ -51,10 +51,10 @@ def make_requests(
         seed = each.seed if each.seed is not None else secrets.randbits(63)
         answers = [
             Request(
-                request_id, index, list(token_ids), each, seed + index,
+                request_id, index, list(token_ids), each, seed,
                 max_new_tokens=min(each.max_tokens, max_model_len - len(token_ids)),
                 eos_ids=lm.eos_ids,
-                decoder=StreamDecoder(lm.tokenizer, token_ids),
+                tokenizer=lm.tokenizer,
                 metrics=RequestMetrics(arrival=now),
             )
             for index in range(each.n)

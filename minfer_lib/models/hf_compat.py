@@ -100,9 +100,23 @@ def with_children(module: nn.Module, children: Mapping[str, nn.Module | None]) -
     return twin
 
 
+def with_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], **attributes: Any) -> nn.Module:
+    """Another module of the same class and attributes, with other parameters and buffers of the same names."""
+    twin = object.__new__(type(module))
+    twin.__dict__ = module.__dict__ | attributes
+    twin._parameters = {name: tensors.get(name, old) for name, old in module._parameters.items()}
+    twin._buffers = {name: tensors.get(name, old) for name, old in module._buffers.items()}
+    return twin
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether hooks see or change what goes into it or comes out: then another layer must not take its place."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def hooks_of(module: nn.Module) -> list[object]:
+    """The hooks that see or change what goes into it or comes out; without them a switched hook goes unnoticed."""
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------

@@ -74,6 +74,19 @@ def memory_limit() -> int | None:
     return min(limits, default=None)
 
 
+def memory_left() -> int | None:
+    """Bytes of memory that a container still has to give; None without a limit. Files it could drop count as free."""
+    left = []
+    for folder in _control_groups("memory"):
+        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+        if limit.isdigit() and used.isdigit() and int(limit) < 1 << 60:
+            stats = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
+            dropped = int(stats.get("total_inactive_file") or stats.get("inactive_file") or 0)
+            left.append(max(0, int(limit) - int(used) + dropped))
+    return min(left, default=None)
+
+
 def home_as_tilde(text: str) -> str:
     """A text that can be shown to others: ~ for the home folder."""
     home = os.path.expanduser("~").rstrip(os.sep)

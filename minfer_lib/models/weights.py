@@ -1,0 +1,52 @@
+"""Have the weights of a model changed since somebody looked? Cached keys and values are worth nothing then.
+
+Optimisers, averaging and merging of adapters change weights in place, mostly through `.data`, which leaves no trace in
+the tensor. So a few numbers of each tensor are looked at as well: what rewrites a tensor as a whole rewrites them.
+
+Invariant: nothing is changed, and what was seen costs a few numbers a tensor. A change of single weights that are not
+among those numbers, made through `.data`, is not noticed.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+
+from . import hf_compat
+
+SAMPLES = 8  # numbers of a tensor
+
+
+class WeightWatch:
+    """Remembers where the tensors of a model are, what they hold here and there, and which hooks stand around them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._places: list[object] = []
+        self._views: dict[object, list[torch.Tensor]] = {}  # a few numbers of each tensor, by dtype and device
+        self._numbers: list[torch.Tensor] = []
+        self.changed()
+
+    def changed(self) -> bool:
+        """Whether anything is different from what it was at the last call, or when the watch was made."""
+        tensors = list(itertools.chain(self._model.parameters(), self._model.buffers()))
+        places: list[object] = [(tensor.data_ptr(), hf_compat.version_of(tensor)) for tensor in tensors]
+        places += [hook for module in self._model.modules() for hook in hf_compat.hooks_of(module)]
+        moved = places != self._places
+        if moved:
+            self._places, self._views = places, {}
+            for tensor in tensors:
+                flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
+                self._views.setdefault((tensor.dtype, tensor.device), []).append(
+                    flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
+                )
+        numbers = [torch.cat(views) for views in self._views.values()]
+        same = not moved and all(map(_same_bits, numbers, self._numbers))
+        self._numbers = numbers
+        return not same
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))  # NaN is equal to itself here
