@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from ..errors import ModelNotFound, one_of
 from .names import SHAPE_PREFIX
+from .tokenizer import bytes_to_letters
 
 # The published configurations. Sizes that a reader will want to compare stand first.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -126,10 +127,3 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     return tokenizer
-
-
-def bytes_to_letters() -> dict[int, str]:
-    """The printable letter that byte-level BPE (GPT-2) writes for each byte; the odd ones get letters from 256 up."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    odd = [b for b in range(256) if b not in plain]
-    return {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(odd)}
