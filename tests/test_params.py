@@ -145,6 +145,7 @@ def test_one_stop_string_or_several():
     assert SamplingParams(stop=["b", "a", "b"]).stop == ("b", "a")
     assert set(SamplingParams(stop={"a", "b"}).stop) == {"a", "b"}
     assert SamplingParams(stop=[]).stop == SamplingParams(stop=None).stop == ()
+    assert SamplingParams(stop_token_ids=[3, 1, 3]).stop_token_ids == (3, 1)
 
 
 def test_a_bias_may_ban():

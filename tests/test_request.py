@@ -1,171 +1,21 @@
-"""From what a caller passes to requests, and a request's life from token to token, without a model."""
+"""A request's life from token to token, without a model."""
 
 import dataclasses
 import itertools
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minfer_lib import LanguageModel, SamplingParams
-from minfer_lib.errors import InvalidParameter, InvalidPrompt, PromptTooLong
-from minfer_lib.generation.prompts import make_requests, request_ids, resolve_max_model_len
+from minfer_lib.generation.prompts import make_requests
 from minfer_lib.generation.request import Request, RequestMetrics
 
 LIMIT = 20
 
 
 def make(lm: LanguageModel, prompts, params=None, max_model_len: int = LIMIT) -> list[Request]:
-    return make_requests(lm, prompts, params, max_model_len=max_model_len, now=1.0, ids=request_ids())
-
-
-def ids_of(requests: list[Request]) -> list[list[int]]:
-    return [request.prompt_token_ids for request in requests]
-
-
-@pytest.fixture(scope="module")
-def without_tokenizer(tiny: LanguageModel) -> LanguageModel:
-    return dataclasses.replace(tiny, tokenizer=None)
-
-
-# -- prompts ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("prompts", "expected"),
-    [
-        ("hi", [[104, 105]]),
-        (["hi", "a"], [[104, 105], [97]]),
-        ([1, 2], [[1, 2]]),
-        ((1, 2), [[1, 2]]),
-        ([[1, 2], [3]], [[1, 2], [3]]),
-        (["a", [1, 2]], [[97], [1, 2]]),
-        ((p for p in ["a", "b"]), [[97], [98]]),
-        (range(3), [[0, 1, 2]]),
-        (np.array([1, 2]), [[1, 2]]),
-        (torch.tensor([1, 2]), [[1, 2]]),
-        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
-        (torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
-        ([np.array([1, 2]), np.array([3])], [[1, 2], [3]]),
-        ([torch.tensor([1, 2]), torch.tensor([3])], [[1, 2], [3]]),
-        ([np.int64(1), np.int32(2)], [[1, 2]]),
-        (list(torch.tensor([1, 2])), [[1, 2]]),
-        ([], []),
-        ([258], [[258]]),
-    ],
-)
-def test_prompts_that_are_taken(tiny: LanguageModel, prompts, expected):
-    result = ids_of(make(tiny, prompts))
-    assert result == expected and all(type(i) is int for ids in result for i in ids)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        ("", "no tokens"),
-        (["a", ""], "no tokens"),
-        ([[]], "no tokens"),
-        ([[1], []], "no tokens"),
-        (5, "neither"),
-        (None, "neither"),
-        ([None], "neither"),
-        (["a", 5], "neither"),
-        ([1.5, 2], "neither"),
-        ([[1, "a"]], "neither"),
-        ([True, False], "neither"),
-        (np.array([1.5]), "neither"),
-        (b"ab", "neither"),
-        ([b"ab"], "neither"),
-        (bytearray(b"ab"), "neither"),
-        ({"input_ids": [1, 2]}, "neither"),  # what a tokenizer returns: its keys are texts, but no prompts
-        ([{"input_ids": [1, 2]}], "neither"),
-        (torch.tensor(5), "neither"),
-        ([[[1, 2]]], "neither"),
-        ([259], "ids go from 0 to 258"),
-        ([-1], "ids go from 0 to 258"),
-        ([[0], [1, 2**70]], "ids go from 0 to 258"),
-        ("half a pair \ud83d", "not valid Unicode"),
-    ],
-)
-def test_prompts_that_are_refused(tiny: LanguageModel, prompts, message: str):
-    with pytest.raises(InvalidPrompt, match=message) as caught:
-        make(tiny, prompts)
-    assert isinstance(caught.value, ValueError)
-
-
-def test_limit_of_a_prompt(tiny: LanguageModel):
-    assert [r.max_new_tokens for r in make(tiny, [[1] * (LIMIT - 2), [1] * (LIMIT - 1)])] == [2, 1]
-    for length in (LIMIT, LIMIT + 1):
-        with pytest.raises(PromptTooLong, match=rf"{length} tokens.* {LIMIT} tokens.* {LIMIT - 1}\. .*at most 2048"):
-            make(tiny, [1] * length)
-
-
-def test_text_for_a_model_without_a_tokenizer(without_tokenizer: LanguageModel):
-    with pytest.raises(InvalidPrompt, match=r"no tokenizer.*0 to 258"):
-        make(without_tokenizer, "hi")
-    with pytest.raises(InvalidPrompt, match="no tokenizer"):
-        without_tokenizer.chat_ids("hi")
-    with pytest.raises(InvalidParameter, match="stop_token_ids"):
-        make(without_tokenizer, [1], SamplingParams(stop="a"))
-    assert without_tokenizer.decode([104]) == "" and ids_of(make(without_tokenizer, [104])) == [[104]]
-
-
-# -- parameters -------------------------------------------------------------------------------------------------------
-
-
-def test_one_set_of_parameters_for_all_or_one_each(tiny: LanguageModel):
-    one, two = SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)
-    assert [r.params for r in make(tiny, ["a", "b"], one)] == [one, one]
-    assert [r.params for r in make(tiny, ["a", "b"], [one, two])] == [one, two]
-    assert [r.params for r in make(tiny, "a", [two])] == [two]
-    assert make(tiny, "a")[0].params == SamplingParams()
-    assert [r.max_new_tokens for r in make(tiny, ["a", "bcd"], SamplingParams(max_tokens=18))] == [18, 17]
-
-
-@pytest.mark.parametrize("params", [[SamplingParams()], [SamplingParams()] * 3, []])
-def test_a_wrong_number_of_parameters(tiny: LanguageModel, params):
-    with pytest.raises(InvalidParameter, match=f"{len(params)} SamplingParams were given for 2 prompts"):
-        make(tiny, ["a", "b"], params)
-
-
-@pytest.mark.parametrize("params", [5, "greedy", {"temperature": 1}, [None, None], [SamplingParams(), 0.7]])
-def test_parameters_of_another_type(tiny: LanguageModel, params):
-    with pytest.raises(InvalidParameter, match="SamplingParams"):
-        make(tiny, ["a", "b"], params)
-
-
-@pytest.mark.parametrize("params", [SamplingParams(logit_bias={259: 1.0}), SamplingParams(stop_token_ids=[0, 259])])
-def test_ids_that_the_model_does_not_have(tiny: LanguageModel, params: SamplingParams):
-    with pytest.raises(InvalidParameter, match="names token 259, but ids of tiny-random go from 0 to 258"):
-        make(tiny, "a", params)
-    make(tiny, "a", SamplingParams(logit_bias={258: 1.0}, stop_token_ids=[258]))
-
-
-def test_n_answers_are_consecutive_with_seeds_one_apart(tiny: LanguageModel):
-    requests = make(tiny, ["a", "b"], [SamplingParams(n=3, seed=10), SamplingParams(n=2)])
-    assert [(r.request_id, r.index) for r in requests] == [("0", 0), ("0", 1), ("0", 2), ("1", 0), ("1", 1)]
-    assert [r.seed for r in requests[:3]] == [10, 11, 12] and requests[4].seed == requests[3].seed + 1
-    requests[0].prompt_token_ids.append(5)  # each has lists of its own
-    assert requests[1].prompt_token_ids == [97]
-
-
-def test_without_a_seed_each_request_draws_one(tiny: LanguageModel):
-    assert len({r.seed for r in make(tiny, ["a"] * 20)}) == 20
-
-
-@pytest.mark.parametrize("limit", [1, 0, -5, 2049, 3.0, "20", True])
-def test_engine_limits_that_are_refused(tiny: LanguageModel, limit):
-    with pytest.raises(InvalidParameter, match="integer from 2 to 2048"):
-        resolve_max_model_len(tiny, limit)
-
-
-def test_engine_limits(tiny: LanguageModel):
-    assert resolve_max_model_len(tiny, 2) == 2 and resolve_max_model_len(tiny, np.int64(2048)) == 2048
-    assert resolve_max_model_len(dataclasses.replace(tiny, max_model_len=8192), None) == 2048
-    assert resolve_max_model_len(dataclasses.replace(tiny, max_model_len=100), None) == 100
-    assert resolve_max_model_len(dataclasses.replace(tiny, max_model_len=8192), 8192) == 8192
+    return make_requests(lm, prompts, params, max_model_len=max_model_len, now=1.0, ids=map(str, itertools.count()))
 
 
 # -- a request's life -------------------------------------------------------------------------------------------------
@@ -336,13 +186,3 @@ def test_pieces_always_join_to_the_text(tiny, text: str, stop: list[str], min_to
     assert (
         shown == request.text if request.stop_reason is None else shown.startswith(request.text + request.stop_reason)
     )
-
-
-def test_a_model_in_training_mode_is_refused(tiny):
-    tiny.model.train()
-    try:
-        with pytest.raises(InvalidParameter, match=r"lm\.model\.eval\(\)"):
-            make(tiny, [1, 2])
-    finally:
-        tiny.model.eval()
-    assert make(tiny, [1, 2])

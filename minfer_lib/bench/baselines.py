@@ -10,6 +10,7 @@ transformers hands every token to as soon as it is chosen.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..errors import InvalidParameter
 from ..generation.params import SamplingParams
-from ..generation.prompts import Prompt, make_requests, request_ids, resolve_max_model_len
+from ..generation.prompts import Prompt, make_requests, resolve_max_model_len
 from ..generation.request import Request, RequestOutput
 from ..models.load import LanguageModel
 from .machine import synchronize
@@ -38,7 +39,7 @@ class HFSerial:
     def __init__(self, lm: LanguageModel, *, max_model_len: int | None = None) -> None:
         self.lm = lm
         self.max_model_len = resolve_max_model_len(lm, max_model_len)
-        self._ids = request_ids()
+        self._ids = map(str, itertools.count())
         self._held = (0, 0)  # tokens that the largest cache of the last run had room for, and tokens in it
         self.computed_tokens = 0  # rows of tokens that went through the model so far, padding included
         self._last_padding = 0.0

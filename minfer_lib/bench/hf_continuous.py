@@ -13,6 +13,7 @@ with a cache that fits its requests, so that nothing of one run can reach the ne
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ from ..attention.interface import attention_configs, implementation
 from ..engine.cache_size import check_count
 from ..errors import BadEnvironment, GenerationFailed, InvalidParameter, UnsupportedModel
 from ..generation.params import SamplingParams
-from ..generation.prompts import Prompt, make_requests, request_ids, resolve_max_model_len
+from ..generation.prompts import Prompt, make_requests, resolve_max_model_len
 from ..generation.request import Request, RequestOutput
 from ..models.load import LanguageModel
 from .baselines import check_supported
@@ -65,7 +66,7 @@ class HFContinuousBatch:
         self.lm, self.max_running, self.max_batch_tokens = lm, max_running, max_batch_tokens
         self.max_model_len = resolve_max_model_len(lm, max_model_len)
         self.aside_s = 0.0  # of the last call: starting and stopping, which a server does once
-        self._ids = request_ids()
+        self._ids = map(str, itertools.count())
         self._held = (0, 0)
         self._fields = config_fields(lm)
         self._page = self._fields.get("page_size", self._fields.get("block_size"))  # renamed after 5.17

@@ -128,7 +128,7 @@ class SamplingParams:
     def _ids(self) -> tuple[int, ...]:
         ids = () if self.stop_token_ids is None else self.stop_token_ids
         try:
-            return tuple(integer("each of them", token_id, at_least=0) for token_id in ids)
+            return tuple(dict.fromkeys(integer("each of them", token_id, at_least=0) for token_id in ids))
         except (TypeError, ValueError):
             raise must_be("stop_token_ids", "a list of token ids (integers of 0 or more)", ids) from None
 
