@@ -55,12 +55,12 @@ def paged_decode(
     arXiv:2309.06180); Dao et al. 2023 (Flash-Decoding, crfm.stanford.edu/2023/10/12/flashdecoding.html).
     """
     _check(query, keys, values, block_tables, kv_lens, sinks, len(query))
-    (requests, heads, _), (_, kv_heads, value_dim) = query.shape, values.shape
+    (requests, heads, key_dim), (_, kv_heads, value_dim) = query.shape, values.shape
     out = query.new_empty(requests, heads, value_dim)
     if requests == 0:
         return out
-    gpu, (key_padded, value_padded) = gpu_of(query.device), _padded(keys, values)
-    plan = plan_decode(heads // kv_heads, key_padded, value_padded, keys.dtype.itemsize, gpu.shared_memory)
+    gpu = gpu_of(query.device)
+    plan = plan_decode(heads // kv_heads, key_dim, value_dim, query.dtype.itemsize, gpu.shared_memory)
     window = window or NO_WINDOW
     splits, keys_per_split = plan_splits(requests, kv_heads, max(1, min(longest, window)), gpu.sms)
     partial = None if splits == 1 else query.new_empty((requests, heads, splits, value_dim + 2), dtype=torch.float32)
@@ -70,12 +70,12 @@ def paged_decode(
         decode_kernel[(kv_heads * triton.cdiv(heads // kv_heads, plan.rows), splits, requests)](
             query, keys, values, block_tables, kv_lens, sinks, out, partial, query.stride(0), query.stride(1),
             block_tables.stride(0), keys_per_split, window, *_factors(scale, softcap), WHOLE=partial is None,
-            **_options(plan, query, keys, values, block_size, softcap, sinks),
+            **_options(plan, query, values, block_size, softcap, sinks),
         )  # fmt: skip
         if partial is not None:
             merge_kernel[(heads, requests)](
                 partial, kv_lens, out, keys_per_split, splits, window,
-                VALUE_DIM=value_dim, PADDED_VALUE=value_padded, TILE=16, num_warps=2,
+                VALUE_DIM=value_dim, PADDED_VALUE=plan.padded_value, TILE=16, num_warps=2,
             )  # fmt: skip
     return out
 
@@ -105,27 +105,22 @@ def paged_prefill(
     al. 2022 (FlashAttention, arXiv:2205.14135).
     """
     _check(query, keys, values, block_tables, kv_lens, sinks, len(starts) - 1, starts)
-    (tokens, heads, _), (_, kv_heads, value_dim) = query.shape, values.shape
+    (tokens, heads, key_dim), (_, kv_heads, value_dim) = query.shape, values.shape
     out = query.new_empty(tokens, heads, value_dim)
     if tokens == 0 or len(kv_lens) == 0:
         return out
     gpu = gpu_of(query.device)
-    plan = plan_prefill(*_padded(keys, values), keys.dtype.itemsize, gpu.shared_memory)
+    plan = plan_prefill(key_dim, value_dim, query.dtype.itemsize, gpu.shared_memory)
     if query.stride(2) != 1:
         query = query.contiguous()
     with torch.cuda.device_of(query):
         prefill_kernel[(triton.cdiv(most_new * (heads // kv_heads), plan.rows), kv_heads, len(kv_lens))](
             query, keys, values, block_tables, kv_lens, starts, sinks, out, query.stride(0), query.stride(1),
             block_tables.stride(0), window or NO_WINDOW, *_factors(scale, softcap),
-            ASYNCHRONOUS=gpu.multiplies_asynchronously(keys.dtype, plan.rows, plan.warps),
-            **_options(plan, query, keys, values, block_size, softcap, sinks),
+            ASYNCHRONOUS=gpu.multiplies_asynchronously(query.dtype, plan.rows, plan.warps),
+            **_options(plan, query, values, block_size, softcap, sinks),
         )  # fmt: skip
     return out
-
-
-def _padded(keys: torch.Tensor, values: torch.Tensor) -> tuple[int, int]:
-    """key_dim and value_dim as tiles have them: powers of two, and at least the 16 that tensor cores take."""
-    return max(16, triton.next_power_of_2(keys.shape[2])), max(16, triton.next_power_of_2(values.shape[2]))
 
 
 def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
@@ -134,16 +129,16 @@ def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
 
 
 def _options(
-    plan: AttentionPlan, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block_size: int,
-    softcap: float | None, sinks: torch.Tensor | None,
+    plan: AttentionPlan, query: torch.Tensor, values: torch.Tensor, block_size: int, softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> dict[str, Any]:  # fmt: skip
     """What a kernel is compiled for: the same in all steps, and mostly in all layers."""
     (_, heads, key_dim), (_, kv_heads, value_dim) = query.shape, values.shape
-    padded = _padded(keys, values)
     return dict(
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, BLOCK_SIZE=block_size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        PADDED_KEY=padded[0], PADDED_VALUE=padded[1], ROWS=plan.rows, TILE=plan.tile, CAPPED=softcap is not None,
-        SINKS=sinks is not None, DOT_DTYPE=dot_dtype(keys.dtype), num_warps=plan.warps, num_stages=plan.stages,
+        PADDED_KEY=plan.padded_key, PADDED_VALUE=plan.padded_value, ROWS=plan.rows, TILE=plan.tile,
+        CAPPED=softcap is not None, SINKS=sinks is not None, DOT_DTYPE=dot_dtype(query.dtype),
+        num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
 
 

@@ -20,38 +20,47 @@ class AttentionPlan:
     tile: int
     warps: int
     stages: int  # of the pipeline: tables, keys and values of some tiles are on their way while one is worked on
+    padded_key: int  # head sizes as tiles have them: powers of 2, and at least the 16 that tensor cores take
+    padded_value: int
 
 
 @functools.lru_cache(maxsize=256)
 def plan_decode(group: int, key_dim: int, value_dim: int, itemsize: int, memory: int) -> AttentionPlan:
-    """For `group` query heads on a key head; key_dim, value_dim: padded; itemsize: bytes of a number in the pools.
+    """For `group` query heads on a key head; itemsize: bytes of a number in the pools.
 
     memory: bytes of shared memory that a program may take. Of more than 32 heads several programs take 32 each. The
     tiles were the fastest on an H200; all others are as correct.
     """
-    rows = min(32, max(16, triton.next_power_of_2(group)))
-    return _fitting(AttentionPlan(rows, 128 if itemsize == 2 else 64, 4, 3), key_dim, value_dim, itemsize, memory)
+    rows = min(32, _padded(group))
+    plan = AttentionPlan(rows, 128 if itemsize == 2 else 64, 4, 3, _padded(key_dim), _padded(value_dim))
+    return _fitting(plan, itemsize, memory)
 
 
 @functools.lru_cache(maxsize=256)
 def plan_prefill(key_dim: int, value_dim: int, itemsize: int, memory: int) -> AttentionPlan:
     """As `plan_decode`, for chunks of prompts."""
-    dims = key_dim + value_dim
+    padded = _padded(key_dim), _padded(value_dim)
+    dims = sum(padded)
     if itemsize == 4:
-        plan = AttentionPlan(32, 32, 4, 2)
+        plan = AttentionPlan(32, 32, 4, 2, *padded)
     elif 128 < dims <= 256 and 128 * dims * itemsize <= memory // 2:
-        plan = AttentionPlan(128, 128, 8, 3)
+        plan = AttentionPlan(128, 128, 8, 3, *padded)
     else:
-        plan = AttentionPlan(64, 128 if dims <= 128 else 64, 4, 3 if dims <= 128 else 2)
-    return _fitting(plan, key_dim, value_dim, itemsize, memory)
+        plan = AttentionPlan(64, 128 if dims <= 128 else 64, 4, 3 if dims <= 128 else 2, *padded)
+    return _fitting(plan, itemsize, memory)
 
 
-def _fitting(plan: AttentionPlan, key_dim: int, value_dim: int, itemsize: int, memory: int) -> AttentionPlan:
+def _padded(number: int) -> int:
+    return max(16, triton.next_power_of_2(number))
+
+
+def _fitting(plan: AttentionPlan, itemsize: int, memory: int) -> AttentionPlan:
     """`plan`, with as many stages, and tiles as large, as fit into shared memory beside the queries."""
-    while plan.rows > 16 and plan.rows * (key_dim + value_dim) * itemsize > memory // 2:
+    dims = plan.padded_key + plan.padded_value
+    while plan.rows > 16 and plan.rows * dims * itemsize > memory // 2:
         plan = replace(plan, rows=plan.rows // 2)
-    memory -= plan.rows * key_dim * itemsize + 1024
-    while plan.stages * plan.tile * (key_dim + value_dim) * itemsize > memory:
+    memory -= plan.rows * plan.padded_key * itemsize + 1024
+    while plan.stages * plan.tile * dims * itemsize > memory:
         if plan.stages > 2 or (plan.tile == 16 and plan.stages > 1):
             plan = replace(plan, stages=plan.stages - 1)
         elif plan.tile > 16:
