@@ -3,6 +3,8 @@
 A stop string may begin in one token and end in a later one, so text that could still become a stop string must be held
 back from the reader, and released when it turns out not to be one.
 
+Special tokens are no part of the text; a stop string that is one is a stop id as well (`prompts.params_for`).
+
 Invariant of `StopStrings`: released text never holds any part of the stop string that ends the answer, and what is
 released does not depend on how the text was cut into pieces.
 """
