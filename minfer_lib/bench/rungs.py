@@ -65,7 +65,7 @@ RUNNING = 4
 def _llm_engine(
     name: str, label: str, chapter: int, kv_cache: str, *, in_ladder: bool = True, weights: str = ""
 ) -> Rung:
-    options = {"kv_cache": kv_cache}
+    options = {"kv_cache": kv_cache, "backend": "torch"}  # as the chapters build it; kernels are a later chapter's
     return Rung(name, label, "engine.llm_engine:LLMEngine", options, chapter, in_ladder, weights, "max_num_seqs")
 
 
@@ -128,9 +128,10 @@ def ladder(
     """
     from ..generation.prompts import DEFAULT_MAX_MODEL_LEN
     from ..models.load import load_model
-    from .comparison import compare
+    from .comparison import checked_repeats, compare
     from .workloads import mixed_lengths
 
+    checked_repeats(repeats)  # before engines are made in vain
     rungs = [find(name) for name in engines] if engines else [rung for rung in RUNGS if rung.in_ladder]
     lm = lm or load_model()
     if workload is None:
