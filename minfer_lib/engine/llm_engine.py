@@ -106,7 +106,7 @@ class LLMEngine(Engine):
         dtype = next((pool.keys.dtype for pool in self.cache.pools.values()), lm.dtype)
         self.backend = choose_backend(lm.device, dtype, backend)
         self.runner = ModelRunner(lm, self.cache, Sampler(lm.eos_ids), self.backend)
-        self.trace, self.steps = trace, []
+        self.fast, self.trace, self.steps = fast, trace, []
         self.totals = Totals()
 
         self._requests: dict[str, list[Request]] = {}  # by id, all that have not been handed out

@@ -59,10 +59,13 @@ class ModelRunner:
         """Computes a step; one sample for each request whose tokens are all computed then, in the plan's order."""
         return self.launch(plan).result()
 
-    def launch(self, plan: Plan) -> PendingSamples:
+    def launch(self, plan: Plan) -> PendingSamples | NothingSampled:
         """Starts a step. Its samples are ready when the device is."""
         inputs = self.build(plan)
-        return self.sampler.launch(self.forward(inputs), inputs.sampled)
+        logits = self.forward(inputs)
+        if not inputs.sampled:  # of prompts that are not complete yet nothing is sampled
+            return NothingSampled()
+        return self.sampler.launch(logits, inputs.sampled)
 
     def build(self, plan: Plan) -> ModelInput:
         """The row of a step. Tokens of a request stay together; requests with one token come first."""
@@ -138,6 +141,13 @@ class ModelRunner:
         for fused in self.fused:
             if not fused.intact():
                 fused.merge()
+
+
+class NothingSampled:
+    """Stands for the samples of a step that has none."""
+
+    def result(self) -> Samples:
+        return Samples([], [])
 
 
 def make_view(lm: LanguageModel) -> tuple[torch.nn.Module, list[FusedLinear]]:

@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..cache.contiguous import KVCache, check_cacheable, check_filled
 from ..errors import GenerationFailed, MinferError, must_be
 from ..generation.params import SamplingParams
-from ..generation.prompts import Prompt, make_requests, one_prompt, resolve_max_model_len
+from ..generation.prompts import Prompt, conversations, make_requests, one_prompt, resolve_max_model_len
 from ..generation.request import PieceReader, Request, RequestOutput, StreamPiece
 from ..generation.sampling import Sampler
 from ..models import hf_compat
@@ -66,16 +66,8 @@ class Engine:
         A conversation is a list of dicts with "role" and "content", or a string for one message of the user. Raises
         `InvalidPrompt` for messages that do not fit the template, and what `generate` raises.
         """
-        prompts = [self.lm.chat_ids(conversation) for conversation in _conversations(messages)]
+        prompts = [self.lm.chat_ids(conversation) for conversation in conversations(messages)]
         return self.generate(prompts, params, progress=progress)
-
-
-def _conversations(messages: str | Messages | Sequence[Messages]) -> list[str | Messages]:
-    """One conversation, or a list of them -> a list of conversations; a string is one message of a user."""
-    if isinstance(messages, str | Mapping):
-        return [messages]
-    many = list(messages)
-    return [many] if many and isinstance(many[0], Mapping) else many
 
 
 class SerialEngine(Engine):

@@ -174,11 +174,12 @@ class Request:
         """Whether the first `count` tokens of the answer end it; those before the last do not."""
         params, token_id = self.params, self.token_ids[count - 1]
         armed = count > params.min_tokens
+        if armed and token_id in params.stop_token_ids:  # before EOS, which may be one of them
+            name = self.tokenizer.convert_ids_to_tokens(token_id) if params.stop else None
+            self.finish("stop", now, stop_reason=name if name in params.stop else token_id)
+            return
         if armed and token_id in self.eos_ids and not params.ignore_eos:
             self.finish("stop", now)
-            return
-        if armed and token_id in params.stop_token_ids:
-            self.finish("stop", now, stop_reason=token_id)
             return
         self.num_text = count
         if params.stop:

@@ -84,16 +84,18 @@ def _decode(
     softcap: float | None, sinks: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """Write the result to `out` [R, heads, value_dim]. Beyond shapes, lengths and blocks are checked in C."""
-    tensors = [query, keys, values, block_tables, kv_lens] + ([] if sinks is None else [sinks])
     fits = (
         query.dim() == keys.dim() == values.dim() == 3 and query.dtype in KINDS and keys.dtype == values.dtype
         and keys.shape[:2] == values.shape[:2] and query.shape[2] == keys.shape[2]
         and query.shape[1] % keys.shape[1] == 0 and (sinks is None or sinks.shape == query.shape[1:2])
         and block_tables.shape[:-1] == kv_lens.shape == query.shape[:1] and block_tables.stride(-1) == 1
         and block_tables.dtype == kv_lens.dtype == torch.int32
-        and all(part.is_contiguous() for part in (keys, values, *tensors[4:])) and all(part.is_cpu for part in tensors)
+        and keys.is_contiguous() and values.is_contiguous() and kv_lens.is_contiguous()
+        and query.is_cpu and keys.is_cpu and values.is_cpu and block_tables.is_cpu and kv_lens.is_cpu
+        and (sinks is None or (sinks.is_cpu and sinks.is_contiguous()))
     )  # fmt: skip
     if not fits:
+        tensors = [query, keys, values, block_tables, kv_lens] + ([] if sinks is None else [sinks])
         got = ", ".join(f"{list(part.shape)} {part.dtype} on {part.device}" for part in tensors)
         raise InvalidParameter(
             f"compiled_decode got {got}; it takes query [R, heads, key_dim], keys [rows, kv_heads, key_dim] and values "
@@ -107,8 +109,8 @@ def _decode(
     blocks = len(keys) // block_size
     code = function(
         CALL.pack(
-            *(part.data_ptr() for part in (query, keys, values, out, block_tables, kv_lens)),
-            0 if sinks is None else sinks.data_ptr(), *query.shape[:2], *keys.shape[1:], values.shape[2],
+            query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(), block_tables.data_ptr(),
+            kv_lens.data_ptr(), 0 if sinks is None else sinks.data_ptr(), *query.shape[:2], *keys.shape[1:], values.shape[2],
             *query.stride()[:2], block_tables.stride(0), block_tables.shape[1], blocks, block_size,
             window or NO_WINDOW, scale, softcap or 0.0, KINDS[query.dtype], KINDS[keys.dtype],
         )
