@@ -16,7 +16,7 @@ from torch import nn
 
 from ..models.load import LanguageModel
 from ..models.memory import ModelShape, kv_bytes_per_token
-from ..quant.linear import Int8Embedding, Int8Linear
+from ..quant.linear import Int8Embedding
 from .machine import peak_flops, read_bandwidth
 
 
@@ -47,11 +47,10 @@ def weight_bytes_read(model: nn.Module) -> int:
 
     Everything the model holds, but not its embedding tables, of which a step reads one row per token. If the table
     serves as output layer too (tied weights), it is read whole there, once. Quantised weights count as they are
-    stored: codes of one byte, in whatever order a kernel keeps them, and their scales. Of a mixture of experts all
+    stored: codes of one byte, and their scales. Of a mixture of experts all
     count, though a small batch reads only some: there the floor is too high.
     """
-    packed = sum(layer.packed_bytes for layer in _int8_layers(model))  # these are no tensors
-    return packed + sum(tensor.nbytes for tensor in _tensors_read(model))
+    return sum(tensor.nbytes for tensor in _tensors_read(model))
 
 
 def decode_step_bytes(lm: LanguageModel, requests: float = 1, kv_tokens: float = 0) -> float:
@@ -66,8 +65,7 @@ def kv_token_bytes(lm: LanguageModel) -> int:
 
 def decode_step_flops(lm: LanguageModel, requests: float = 1) -> float:
     """Operations of one decode step: two for each weight of a matrix and each request (attention is left out)."""
-    packed = sum(layer.packed_bytes for layer in _int8_layers(lm.model))  # a byte each
-    return 2 * requests * (packed + sum(tensor.numel() for tensor in _tensors_read(lm.model) if tensor.dim() > 1))
+    return 2 * requests * sum(tensor.numel() for tensor in _tensors_read(lm.model) if tensor.dim() > 1)
 
 
 def floor_ms(lm: LanguageModel, requests: float = 1, kv_tokens: float = 0) -> float:
@@ -92,7 +90,3 @@ def _held(module: nn.Module) -> list[torch.Tensor]:
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
     """Where a tensor lies in memory; one without any (on the device "meta") is told by itself."""
     return (tensor.data_ptr(), tensor.nbytes) if tensor.data_ptr() else (id(tensor), 0)
-
-
-def _int8_layers(model: nn.Module) -> list[Int8Linear]:
-    return [module for module in model.modules() if isinstance(module, Int8Linear)]

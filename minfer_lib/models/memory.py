@@ -99,8 +99,7 @@ def activation_bytes(shape: ModelShape, tokens: int, bytes_per_value: int = 2) -
 def measured_weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of all parameters and buffers, those shared by two layers (a tied output layer) counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(model)}
-    # what a kernel holds in an order of its own is no tensor
-    return sum(storages.values()) + sum(getattr(module, "packed_bytes", 0) for module in model.modules())
+    return sum(storages.values())
 
 
 def _tensors(model: PreTrainedModel) -> list[torch.Tensor]:

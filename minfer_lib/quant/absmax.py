@@ -3,7 +3,7 @@
 Invariant: a code is an integer of one byte, and `scale * (code - zero_point)` is the number that it stands for; no
 number is further from its code than half a scale, except one that lies outside of the grid on purpose.
 
-Everything here is plain torch and says what happens rather than being fast; `int8_linear` computes with the result.
+Everything here is plain torch and says what happens rather than being fast; `Int8Linear` computes with the result.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def zero_point_quantize(x: torch.Tensor, dim: int | None = None) -> Quantized:
 
 
 def pair_safe_quantize(weight: torch.Tensor) -> Quantized:
-    """Absmax per output channel, with scales just large enough for the integer units of any processor.
+    """Absmax per output channel, with scales just large enough for the integer units of any CPU.
 
-    x86 processors without VNNI multiply bytes and add two neighbouring products in 16 bits, cutting off what does not
+    x86 CPUs without VNNI multiply bytes and add two neighbouring products in 16 bits, cutting off what does not
     fit. So the scale of a channel is also as large as the largest sum of two neighbours asks for, and the sum of
     their codes never passes 128. Most channels lose less than half a bit to it.
 

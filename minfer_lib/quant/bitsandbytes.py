@@ -12,18 +12,17 @@ the model has changed; or there was an exception, raised before the first layer 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
-from ..errors import BadEnvironment, InvalidParameter, UnsupportedModel
+from ..errors import BadEnvironment, InvalidParameter, UnsupportedModel, must_be, number
+from ..models.hf_compat import Conv1D
 from ..models.load import LanguageModel
-from .quantize import HEAD, check_not_quantized, holds_part
+from .quantize import HEAD, broken_off, check_not_quantized, holds_part
 
 NOISE_OF_PRODUCTS = "bitsandbytes.autograd._functions"  # a line for every product whose input is not float16
 NOISE_OF_IMPORT = "bitsandbytes.backends.cpu.ops"  # that an optional package with 4-bit kernels is missing
@@ -51,19 +50,21 @@ def bitsandbytes_int8(
     that is not possible or a name in `skip` that is not there, `UnsupportedModel` for a model that has no layer to
     replace, or weights that float16 cannot hold.
     """
-    number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
-    if not number or math.isnan(threshold) or threshold < 0:
-        raise InvalidParameter(
-            f"threshold={threshold!r} is not possible: it must be a number of at least 0. The paper's is 6; 0 turns "
-            "outliers off."
-        )
+    threshold = number("threshold", threshold, "a number of at least 0 (6 in the paper; 0: off)", lambda x: x >= 0)
     check_not_quantized(lm)
     names = linear_layers(lm, skip)
     for name in names:
         check_weight(lm, name)
     bnb = imported()
-    for name in names:
-        lm.model.set_submodule(name, converted(bnb, lm.model.get_submodule(name), float(threshold)))
+    try:
+        for name in names:
+            lm.model.set_submodule(name, converted(bnb, lm.model.get_submodule(name), threshold))
+    except Exception as error:
+        raise broken_off(lm.name, error) from error
+    # a level rather than a filter: lines that are filtered are still made, which would cost time in every product
+    products = logging.getLogger(NOISE_OF_PRODUCTS)
+    if products.level == logging.NOTSET:  # else somebody wants to hear of them, or not
+        products.setLevel(logging.ERROR)
     return lm
 
 
@@ -89,12 +90,12 @@ def linear_layers(lm: LanguageModel, skip: str | Sequence[str]) -> list[str]:
     """Dotted names of the layers that are to be replaced. Raises as `bitsandbytes_int8` does."""
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     if not all(isinstance(name, str) and name for name in skip):
-        raise InvalidParameter(f"skip={skip!r} is not possible: it must be the name of a module, or a list of names.")
+        raise must_be("skip", "the name of a module, or a list of names", skip)
     head = lm.model.get_output_embeddings()
     unused = set(skip) - {HEAD}  # a model may have no output layer of that kind, or call it otherwise
     chosen = []
     for name, module in lm.model.named_modules():
-        hits = {each for each in skip if (each == HEAD and module is head) or holds_part(each, name)}
+        hits = {part for part in skip if (part == HEAD and module is head) or holds_part(part, name)}
         unused -= hits
         # subclasses do something of their own that the library's layer would not
         if type(module) in (nn.Linear, Conv1D) and not hits:
@@ -124,7 +125,7 @@ def check_weight(lm: LanguageModel, name: str) -> None:
 
 
 def imported() -> ModuleType:
-    """bitsandbytes, without a log line for each of its products. Raises `BadEnvironment` if it cannot be imported."""
+    """bitsandbytes. Raises `BadEnvironment` if it cannot be imported."""
     try:
         with silenced(NOISE_OF_IMPORT):
             import bitsandbytes
@@ -133,8 +134,6 @@ def imported() -> ModuleType:
             f"LLM.int8() was asked for, and bitsandbytes cannot be imported ({type(error).__name__}: {error}). "
             "Install it with `pip install bitsandbytes`, or use quantize_int8, which needs no other library."
         ) from error
-    # A level rather than a filter: lines that are filtered are still made, which would cost time in every product.
-    logging.getLogger(NOISE_OF_PRODUCTS).setLevel(logging.ERROR)
     return bitsandbytes
 
 

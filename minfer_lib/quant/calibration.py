@@ -7,78 +7,55 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import InvalidPrompt, UnsupportedModel
+from ..errors import InvalidPrompt, UnsupportedModel, shown
+from ..models.fused_linear import InputGroups
 from ..models.load import LanguageModel
 
 CALIBRATION = Path(__file__).parent / "calibration.txt"  # ours, of many kinds: prose, dialogue, code, tables
 WINDOW = 512  # tokens of the text that are run at once
 
 
-@dataclass
-class Watched:
-    """A linear layer and what was seen of its input: how large each feature gets, and who else reads it."""
+def watch(
+    lm: LanguageModel, layers: dict[str, nn.Module], prompts: list[list[int]]
+) -> tuple[dict[str, torch.Tensor], list[list[str]]]:
+    """Runs prompts through the model and notes what the layers' inputs are like.
 
-    name: str
-    layer: nn.Module
-    peak: torch.Tensor | None = None  # float32 [in]; None if the layer was never called
-    shares_with: str | None = None  # the layer that was called with the same tensor just before
+    Returns the largest magnitude of each input feature, float32 [in], of the layers that were called, by name; and
+    their names in groups that share an input. Raises `UnsupportedModel` for an input that is not finite.
+    """
+    peaks: dict[str, torch.Tensor] = {}
+    inputs = InputGroups()
 
-
-def watch(lm: LanguageModel, targets: dict[str, nn.Module], prompts: list[list[int]]) -> dict[str, Watched]:
-    """Runs prompts through the model and notes what each target's input is like."""
-    watched = {name: Watched(name, layer) for name, layer in targets.items()}
-    last: list[Any] = [None, None]  # the input that was seen last, and the name of the layer that read it
-
-    def note(each: Watched, args: tuple[Any, ...]) -> None:
+    def note(name: str, args: tuple[Any, ...]) -> None:
         x = args[0]
         if x.numel() == 0:  # an expert that no token goes to
             return
+        inputs.note(name, x)
         peak = x.detach().abs().reshape(-1, x.shape[-1]).amax(0).float()
         if not peak.isfinite().all():
             raise UnsupportedModel(
-                f"{lm.name} computes NaN or infinity on the calibration text, in the input of {each.name}: there is "
-                "no scale for that. Nothing was changed."
+                f"{lm.name} computes NaN or infinity on the calibration text, in the input of {name}: there is no "
+                "scale for that. Nothing was changed."
             )
-        if each.peak is None:
-            each.peak, each.shares_with = peak, last[1] if last[0] is x else None
-        else:
-            each.peak = torch.maximum(each.peak, peak)
-            if each.shares_with is not None and last[0] is not x:
-                each.shares_with = None  # not always, so not at all
-        last[:] = x, each.name
+        peaks[name] = torch.maximum(peaks[name], peak) if name in peaks else peak
 
-    hooks = [w.layer.register_forward_pre_hook(lambda _, args, w=w: note(w, args)) for w in watched.values()]
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args, name=name: note(name, args)) for name, layer in layers.items()
+    ]
     try:
         for ids in prompts:
             lm.next_token_logits(torch.tensor([ids], device=lm.device), use_cache=False)
-            last[:] = None, None
+            inputs.end()
     finally:
         for hook in hooks:
             hook.remove()
-    return watched
-
-
-def sharing(watched: dict[str, Watched]) -> list[list[Watched]]:
-    """Layers that read the same input together, in the order of the model, without those that were never called."""
-    groups: list[list[Watched]] = []
-    of: dict[str, list[Watched]] = {}
-    for each in watched.values():
-        if each.peak is None:
-            continue
-        group = of.get(each.shares_with or "")
-        if group is None:
-            group = []
-            groups.append(group)
-        group.append(each)
-        of[each.name] = group
-    return groups
+    return peaks, inputs.groups()
 
 
 def calibration_prompts(lm: LanguageModel, given: str | Sequence[str | Sequence[int]] | None) -> list[list[int]]:
@@ -95,8 +72,8 @@ def calibration_prompts(lm: LanguageModel, given: str | Sequence[str | Sequence[
             lm.encode(prompt) if isinstance(prompt, str) else list(map(operator.index, prompt)) for prompt in prompts
         ]
     except TypeError as error:
-        raise InvalidPrompt(f"calibration={given!r:.60} is no text, nor a list of prompts. {advice}") from error
-    pieces = [each[at : at + window] for each in ids for at in range(0, len(each), window)]
+        raise InvalidPrompt(f"calibration must be text or a list of prompts; it is {shown(given)}. {advice}") from error
+    pieces = [prompt[at : at + window] for prompt in ids for at in range(0, len(prompt), window)]
     if not pieces or any(not 0 <= i < lm.vocab_size for piece in pieces for i in piece):
         raise InvalidPrompt(f"The calibration text is empty or holds ids outside of 0 to {lm.vocab_size - 1}. {advice}")
     return pieces

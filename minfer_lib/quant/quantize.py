@@ -2,57 +2,31 @@
 
 Invariant: a layer is either as it was or an `Int8Linear` that computes the same up to the rounding; what is named in
 `skip`, what the model did not use when it was watched, and everything that is no plain linear layer stays as it was.
+A model whose quantisation broke off says so until it is loaded again: `lm.quantization` is set last.
 
-A model is watched on a text first: which layers read the same input (they become one product), and how large each input
-feature gets, which decides how SmoothQuant shares the difficulty between activations and weights.
+A model is watched on a text first: which layers read the same input, and how large each input feature gets, which
+decides how SmoothQuant shares the difficulty between activations and weights.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
-from transformers.pytorch_utils import Conv1D
 
-from ..errors import InvalidParameter, UnsupportedModel, one_of
-from ..models.load import LanguageModel, place_of
+from ..errors import InvalidParameter, UnsupportedModel, must_be, number, one_of, shown
+from ..models import hf_compat
+from ..models.hf_compat import Conv1D
+from ..models.load import LanguageModel, resolve_device
 from ..models.memory import measured_weight_bytes
-from .absmax import (
-    QuantizationError,
-    Quantized,
-    absmax_quantize,
-    is_pair_safe,
-    llm_int8_linear,
-    outlier_features,
-    pair_safe_quantize,
-    quantization_error,
-    smoothing_factors,
-    zero_point_quantize,
-)
-from .calibration import Watched, calibration_prompts, sharing, some_ids, watch
-from .linear import ACTIVATIONS, Int8Embedding, Int8Linear, SharedInput
+from .absmax import Quantized, absmax_quantize, pair_safe_quantize, smoothing_factors
+from .calibration import calibration_prompts, some_ids, watch
+from .linear import ACTIVATIONS, Int8Embedding, Int8Linear
 from .products import check_kernel
-
-__all__ = [
-    "Int8Embedding",
-    "Int8Linear",
-    "Int8Report",
-    "QuantizationError",
-    "Quantized",
-    "absmax_quantize",
-    "describe_int8",
-    "is_pair_safe",
-    "llm_int8_linear",
-    "outlier_features",
-    "pair_safe_quantize",
-    "quantization_error",
-    "quantize_int8",
-    "smoothing_factors",
-    "zero_point_quantize",
-]
 
 SLICE = 2**23  # weights that are turned into codes at a time
 HEAD = "lm_head"  # what `skip` calls the output layer, whatever a family of models calls it
@@ -108,84 +82,79 @@ def quantize_int8(
       of our own, or random ids for a model without a tokenizer.
     device: where the layers go as they are quantised; None leaves them where they are. With a model that was loaded
       to the CPU, a GPU never holds more than the quantised one.
-    kernel: how products are computed on a CPU ("compiled", "fbgemm", "int_mm", "int8pack_mm", "portable"); None
-      measures and takes the fastest.
+    kernel: how products are computed on a CPU: "compiled", "int_mm" (only with "dynamic") or "portable"; None takes
+      the first of them that this machine can use.
 
     Raises `InvalidParameter` for what is not possible and a model that is quantised already, `UnsupportedModel` for one
     without linear layers or with weights that are not finite, `InvalidPrompt` for a calibration that cannot be run.
     Sources: Dettmers et al. 2022 (arXiv 2208.07339), Xiao et al. 2023 (arXiv 2211.10438).
     """
     if not isinstance(lm, LanguageModel):
-        raise InvalidParameter(f"quantize_int8 was given {type(lm).__name__}: it takes what load_model returns.")
-    place = lm.device if device is None else place_of(device)
+        raise must_be("lm", "what load_model returns", lm)
+    place = lm.device if device is None else resolve_device(device)
     mode = ("dynamic" if place.type == "cpu" else "none") if activations is None else activations
     if mode not in ACTIVATIONS:
-        raise InvalidParameter(f"activations={activations!r} is not possible: it must be {one_of(ACTIVATIONS)}.")
+        raise must_be("activations", one_of(ACTIVATIONS), activations)
     names = (skip,) if isinstance(skip, str) else tuple(skip) if isinstance(skip, Iterable) else (skip,)
     if not all(isinstance(name, str) for name in names):
-        raise InvalidParameter(f"skip={skip!r} is not possible: it must be names of layers; () skips none.")
+        raise must_be("skip", "names of layers (() skips none)", skip)
     if not isinstance(embedding, bool):
-        raise InvalidParameter(f"embedding={embedding!r} is not possible: it must be True or False.")
-    if isinstance(smoothing, bool) or not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
-        raise InvalidParameter(f"smoothing={smoothing!r} is not possible: it must be from 0 (off) to 1.")
+        raise must_be("embedding", "True or False", embedding)
+    alpha = number("smoothing", smoothing, "a number from 0 (off) to 1", lambda x: 0 <= x <= 1)
     if kernel is not None:
         check_kernel(kernel, mode == "dynamic")
     check_not_quantized(lm)
-    head_name = _head_name(lm.model)
-    targets = _targets(lm.model, names, head_name, lm.name)
-    tied = head_name is not None and _weight(lm.model, head_name) is lm.model.get_input_embeddings().weight
-    if embedding and tied and head_name not in targets:
+    options = {"activations": mode, "skip": list(names), "embedding": embedding, "smoothing": alpha, "kernel": kernel}
+    try:
+        _quantize(lm, place, options, calibration, progress)
+        _try_out(lm)
+    except BaseException as error:
+        changed, name = _has_int8(lm.model), lm.name
+        del lm  # whoever keeps the exception, and with it this frame, must not keep the weights
+        traceback.clear_frames(error.__traceback__)  # nor layers, in the frames below
+        if changed and isinstance(error, Exception):
+            raise broken_off(name, error) from error
+        raise
+    lm.quantization = options
+    return lm
+
+
+def _quantize(
+    lm: LanguageModel, place: torch.device, options: dict[str, object], calibration: object, progress: bool
+) -> None:
+    mode, embedding, kernel = options["activations"], options["embedding"], options["kernel"]
+    head = _head_name(lm.model)
+    layers = _layers(lm, tuple(options["skip"]), head)
+    tied = head is not None and lm.model.get_submodule(head).weight is lm.model.get_input_embeddings().weight
+    if embedding and tied and head not in layers:
         raise InvalidParameter(
             f"embedding=True was asked for, and {HEAD} is to be skipped: in {lm.name} both are one matrix, so that it "
             "would be kept twice. Pass skip=() too, or leave embedding out."
         )
-    _check_finite(lm, targets, embedding)
-    smooth = mode == "dynamic" and smoothing > 0
-    watched = watch(lm, targets, calibration_prompts(lm, calibration) if smooth else [some_ids(lm, 2)])
-    targets.clear()  # so that a layer is gone once it is replaced
-    if not any(each.peak is not None for each in watched.values()):
+    _check_finite(lm, layers | ({"the embedding": lm.model.get_input_embeddings()} if embedding else {}))
+    alpha = options["smoothing"] if mode == "dynamic" else 0.0
+    peaks, groups = watch(lm, layers, calibration_prompts(lm, calibration) if alpha else [some_ids(lm, 2)])
+    layers.clear()  # so that a layer is gone once it is replaced
+    if not peaks:
         raise UnsupportedModel(f"{lm.name} calls none of its linear layers, so there is nothing to quantise.")
-
-    groups = sharing(watched)
-    with tqdm(total=len(watched), desc=f"int8 ({lm.name})", unit="layer", disable=not progress, leave=False) as bar:
+    with tqdm(total=len(peaks), desc=f"int8 ({lm.name})", unit="layer", disable=not progress, leave=False) as bar:
         if embedding:
-            _quantize_embedding(lm, place, head_name if tied else None, kernel)
-            groups = [[each for each in group if not (tied and each.name == head_name)] for group in groups]
-            if tied:
-                watched[head_name].layer = None
-        for group in filter(None, groups):
+            _quantize_embedding(lm, place, head if tied else None, kernel)
+            groups = [group for group in groups if not (tied and group == [head])]
+        for group in groups:
             # what is lost in front of the output layer goes straight into the logits, so its input is never rounded
-            of_group = "none" if group[0].name == head_name else mode
-            alpha = smoothing if smooth and of_group == "dynamic" else 0.0
-            _quantize_group(lm, group, of_group, alpha, place, kernel)
+            is_head = group == [head]
+            _quantize_group(lm, group, "none" if is_head else mode, 0.0 if is_head else alpha, peaks, place, kernel)
             bar.update(len(group))
-            for each in group:
-                each.layer = None  # the last that holds the weights as they were
     lm.model.to(place)  # the rest of it
     lm.device = place
-    _try_out(lm)
-    lm.quantization = {
-        "activations": mode, "skip": list(names), "embedding": embedding, "smoothing": smoothing, "kernel": kernel,
-    }  # fmt: skip
-    return lm
 
 
 def _try_out(lm: LanguageModel) -> None:
     """Runs the quantised model once: code that reaches for a layer's weights by itself is found here, not later."""
-    try:
-        logits = lm.next_token_logits(torch.tensor([some_ids(lm, 2)], device=lm.device), use_cache=False)
-    except (torch.OutOfMemoryError, MemoryError, UnsupportedModel):
-        raise
-    except Exception as error:  # whatever the code of a model says of weights that are integers
-        raise UnsupportedModel(
-            f"{lm.name} cannot be run with these layers in int8: {type(error).__name__}: {error}. It was changed: "
-            "load it again, and name what its code reads directly in `skip`."
-        ) from error
+    logits = lm.next_token_logits(torch.tensor([some_ids(lm, 2)], device=lm.device), use_cache=False)
     if not logits.isfinite().all():
-        raise UnsupportedModel(
-            f"{lm.name} gives logits that are not finite with these layers in int8. The model was changed: load it "
-            "again, and name layers to keep in `skip`."
-        )
+        raise UnsupportedModel(f"{lm.name} gives logits that are not finite. Name layers to keep in `skip`.")
 
 
 def describe_int8(lm: LanguageModel) -> Int8Report:
@@ -208,21 +177,26 @@ def describe_int8(lm: LanguageModel) -> Int8Report:
 
 
 def check_not_quantized(lm: LanguageModel) -> None:
-    """Raises `InvalidParameter` for a model that is in int8, by us or by another library."""
-    other = getattr(lm.model.config, "quantization_config", None) is not None
-    narrow = next(
-        (
-            n
-            for n, t in (*lm.model.named_parameters(), *lm.model.named_buffers())
-            if t.dtype in (torch.int8, torch.uint8)
-        ),
-        None,
-    )
-    if other or narrow:
+    """Raises `InvalidParameter` for a model that is in int8, by us or by another library, wholly or in part."""
+    if lm.quantization is None and _has_int8(lm.model):
+        raise InvalidParameter(f"{lm.name} was changed by a quantisation that broke off. Load it again.")
+    tensors = (*lm.model.named_parameters(), *lm.model.named_buffers())
+    narrow = next((name for name, tensor in tensors if tensor.dtype in (torch.int8, torch.uint8)), None)
+    if narrow or getattr(lm.model.config, "quantization_config", None) is not None:
         raise InvalidParameter(
             f"{lm.name} is quantised already{f' (see {narrow})' if narrow else ''}. Load it in bfloat16 or float32 and "
             "quantise that."
         )
+
+
+def broken_off(name: str, error: Exception) -> UnsupportedModel:
+    """The error for a model of which some layers were replaced, and others could not be."""
+    reason = f"{type(error).__name__}: {error}".rstrip(".")
+    return UnsupportedModel(f"{name} could not be quantised: {reason}. It was changed on the way: load it again.")
+
+
+def _has_int8(model: nn.Module) -> bool:
+    return any(isinstance(module, Int8Linear | Int8Embedding) for module in model.modules())
 
 
 # -- what to quantise ----------------------------------------------------------------------------------------------
@@ -233,30 +207,26 @@ def _head_name(model: nn.Module) -> str | None:
     return None if head is None else next((name for name, module in model.named_modules() if module is head), None)
 
 
-def _weight(model: nn.Module, name: str) -> torch.Tensor:
-    return model.get_submodule(name).weight
-
-
-def _targets(model: nn.Module, skip: tuple[str, ...], head: str | None, name: str) -> dict[str, nn.Module]:
+def _layers(lm: LanguageModel, skip: tuple[str, ...], head: str | None) -> dict[str, nn.Module]:
     """The linear layers to quantise, by their dotted names, in the order of the model."""
     # a subclass, a forward of its own or a hook computes something else
     linear = {
-        n: m
-        for n, m in model.named_modules()
-        if type(m) in (nn.Linear, Conv1D) and not ("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks)
+        name: module
+        for name, module in lm.model.named_modules()
+        if type(module) in (nn.Linear, Conv1D) and not ("forward" in vars(module) or hf_compat.has_hooks(module))
     }
-    unknown = [s for s in skip if s != HEAD and not any(holds_part(s, n) for n in linear)]
-    if unknown:
-        some = ", ".join(f"`{n}`" for n in list(linear)[:3])
+    if unknown := [s for s in skip if s != HEAD and not any(holds_part(s, name) for name in linear)]:
+        some = ", ".join(f"`{name}`" for name in list(linear)[:3])
         raise InvalidParameter(
-            f"skip={unknown[0]!r} names no linear layer of {name}. Its layers are called {some}, ..."
+            f"skip={shown(unknown[0])} names no linear layer of {lm.name}. Its layers are called {some}, ..."
         )
-    left = {n: m for n, m in linear.items() if not any(n == head if s == HEAD else holds_part(s, n) for s in skip)}
-    if not left:
+    skipped = {name for name in linear for s in skip if (name == head if s == HEAD else holds_part(s, name))}
+    if not linear.keys() - skipped:
         raise UnsupportedModel(
-            f"{name} has no linear layer to quantise" + (f" beside what skip={skip!r} names." if linear else ".")
+            f"{lm.name} has no linear layer to quantise"
+            + (f" beside what skip={shown(skip)} names." if linear else ".")
         )
-    return left
+    return {name: module for name, module in linear.items() if name not in skipped}
 
 
 def holds_part(part: str, name: str) -> bool:
@@ -264,10 +234,7 @@ def holds_part(part: str, name: str) -> bool:
     return bool(part) and f".{part}." in f".{name}."
 
 
-def _check_finite(lm: LanguageModel, targets: dict[str, nn.Module], embedding: bool) -> None:
-    layers = dict(targets)
-    if embedding:
-        layers["the embedding"] = lm.model.get_input_embeddings()
+def _check_finite(lm: LanguageModel, layers: dict[str, nn.Module]) -> None:
     for name, layer in layers.items():
         if layer.weight.numel() and not all(end.isfinite() for end in layer.weight.aminmax()):
             raise UnsupportedModel(
@@ -277,25 +244,26 @@ def _check_finite(lm: LanguageModel, targets: dict[str, nn.Module], embedding: b
 
 
 def _quantize_group(
-    lm: LanguageModel, group: list[Watched], mode: str, alpha: float, place: torch.device, kernel: str | None
+    lm: LanguageModel,
+    names: list[str],
+    mode: str,
+    alpha: float,
+    peaks: dict[str, torch.Tensor],
+    place: torch.device,
+    kernel: str | None,
 ) -> None:
     """Puts `Int8Linear`s in the place of layers that read one input."""
     factors = None
     if alpha:
-        every = torch.cat([_matrix(each.layer).abs().amax(0, keepdim=True).float() for each in group])
-        factors = smoothing_factors(group[0].peak, every, alpha)
-    made = []
-    for each in group:
-        quantized = by_slices(pair_safe_quantize if mode == "dynamic" else _per_channel, _matrix(each.layer), factors)
-        bias = each.layer.bias
-        layer = Int8Linear(
-            quantized.values.to(place), quantized.scale.to(place), None if bias is None else bias.to(place),
-            activations=mode, smoothing=None if factors is None else factors.to(place), dtype=lm.dtype, kernel=kernel,
-        )  # fmt: skip
-        lm.model.set_submodule(each.name, layer.eval())
-        made.append(layer)
-    if len(made) > 1:
-        SharedInput(made)
+        largest = [_matrix(lm.model.get_submodule(name)).abs().amax(0, keepdim=True).float() for name in names]
+        factors = smoothing_factors(peaks[names[0]], torch.cat(largest), alpha)
+    smoothing = None if factors is None else factors.to(place)  # one tensor for the whole group
+    for name in names:
+        old = lm.model.get_submodule(name)
+        quantized = by_slices(pair_safe_quantize if mode == "dynamic" else _per_channel, _matrix(old), factors)
+        codes, scale, bias = (None if t is None else t.to(place) for t in (quantized.values, quantized.scale, old.bias))
+        layer = Int8Linear(codes, scale, bias, activations=mode, smoothing=smoothing, kernel=kernel)
+        lm.model.set_submodule(name, layer.eval())
 
 
 def _quantize_embedding(lm: LanguageModel, place: torch.device, head: str | None, kernel: str | None) -> None:
@@ -305,25 +273,22 @@ def _quantize_embedding(lm: LanguageModel, place: torch.device, head: str | None
     quantized = by_slices(_per_channel, old.weight)
     factor = getattr(old, "embed_scale", None)  # of Gemma and others, which multiply what they look up
     factor = None if factor is None else float(factor)
-    made = Int8Embedding(
+    new = Int8Embedding(
         quantized.values, quantized.scale, lm.dtype, padding_idx=getattr(old, "padding_idx", None), factor=factor
     )
     ids = torch.arange(min(64, len(old.weight)), device=old.weight.device)
     with torch.no_grad():
-        wanted, found = old(ids).float(), made(ids).float()
+        wanted, found = old(ids).float(), new(ids).float()
     if (found - wanted).abs().max() > 0.05 * wanted.abs().max():
         raise UnsupportedModel(
             f"The embedding of {lm.name} ({type(old).__name__}) does more than look rows up, so that an int8 one would "
             "not give the same. Leave embedding=True out."
         )
-    bias = None if head is None else lm.model.get_submodule(head).bias
-    lm.model.set_input_embeddings(made.to(place))
+    lm.model.set_input_embeddings(new.to(place))
     if head is not None:
-        layer = Int8Linear(
-            made.weight, made.scale, None if bias is None else bias.to(place), activations="none",
-            dtype=lm.dtype, kernel=kernel, keep_rows=True,
-        )  # fmt: skip
-        lm.model.set_submodule(head, layer.eval())
+        bias = lm.model.get_submodule(head).bias
+        layer = Int8Linear(new.weight, new.scale, bias, activations="none", kernel=kernel)
+        lm.model.set_submodule(head, layer.to(place).eval())
 
 
 def _matrix(layer: nn.Module) -> torch.Tensor:
@@ -340,7 +305,7 @@ def by_slices(
 ) -> Quantized:
     """Quantises a matrix [out, in], times factors [in], in slices of rows: a float32 copy of it all would be large."""
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    scale = torch.empty(len(weight), 1, device=weight.device)
+    scale = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
     step = max(1, SLICE // max(1, weight.shape[-1]))
     for at in range(0, len(weight), step):
         rows = weight[at : at + step].detach().float()

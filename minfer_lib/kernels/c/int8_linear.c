@@ -1,31 +1,35 @@
-/* The product of a linear layer whose weights are one byte each, for processors.
+/* The product of a linear layer whose weights are one byte each, on a CPU.
 
-   weights w [n, k] row by row, one scale per output channel; x [m, k] and out [m, n] in float32 or bfloat16.
-   Compiled when the library needs it (see compiled.py), for the processor it runs on.
+   Compiled when the library needs it (see compiled.py), for the CPU it runs on. One function, `int8_linear`, two ways:
 
-   `int8_dynamic`     x becomes int8 on the way in, one scale per token (row of x); the sums are exact integers.
-   `int8_weight_only` x stays as it is; each byte becomes a float on the way into the multiplication.
+   dynamic      x becomes int8 on the way in, one scale per token (row of x); the sums are exact integers.
+   weight-only  x stays as it is; each byte becomes a float on the way into the multiplication.
 
    A decoding step reads every weight once and has little to do with it, so the bytes decide. With more tokens the
-   arithmetic does: a tile of 2 tokens x 4 output channels uses each loaded byte several times. */
+   arithmetic does: a tile of 2 tokens x 4 output channels uses each loaded byte several times. Scratch memory belongs to
+   the call and holds at most `MOST` tokens, so any number of threads may call at once and nothing is kept. */
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef struct {
-    const int8_t *w;        /* [n, k] */
-    const int32_t *sums;    /* [n] 128 x the sum of each row of w */
-    const float *scale;     /* [n] */
+    const void *x;          /* [m, k] in float32 or bfloat16 */
+    void *out;              /* [m, n] in the same dtype */
+    const int8_t *w;        /* [n, k] codes, row by row */
+    const int32_t *sums;    /* [n] 128 x the sum of each row of w; NULL: weight-only */
+    const float *scale;     /* [n] one per output channel */
     const float *bias;      /* [n] or NULL */
-    const float *inverse;   /* [k] what x is multiplied with first (1 / smoothing factors), or NULL */
-    int64_t n, k;
-} layer;
+    const float *smoothing; /* [k] what x is divided by first, or NULL */
+    int64_t m, n, k, dtype;
+} call;
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 enum { COLUMNS = 4, ROWS = 2 };
 #define AHEAD 16  /* rows of w that are asked for before they are needed: short rows stop the hardware's own guess */
 #define SMALL 16384  /* bytes of w below which a second thread costs more than it does */
+#define MOST 128  /* tokens that are computed together; more of them gain nothing from sharing a read of w */
 
 static inline float from_bfloat16(uint16_t half) {
     uint32_t bits = (uint32_t)half << 16;
@@ -41,12 +45,11 @@ static inline uint16_t to_bfloat16(float value) {
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);              /* to nearest, ties to even */
 }
 
-static void read_row(const void *x, int dtype, int64_t k, float *restrict out) {
-    if (dtype == FLOAT32) memcpy(out, x, (size_t)k * sizeof(float));
-    else for (int64_t j = 0; j < k; j++) out[j] = from_bfloat16(((const uint16_t *)x)[j]);
+static inline float number_at(const void *x, int64_t dtype, int64_t at) {
+    return dtype == FLOAT32 ? ((const float *)x)[at] : from_bfloat16(((const uint16_t *)x)[at]);
 }
 
-static inline void write(void *out, int dtype, int64_t at, float value) {
+static inline void write(void *out, int64_t dtype, int64_t at, float value) {
     if (dtype == FLOAT32) ((float *)out)[at] = value;
     else ((uint16_t *)out)[at] = to_bfloat16(value);
 }
@@ -54,13 +57,14 @@ static inline void write(void *out, int dtype, int64_t at, float value) {
 /* One token to codes 1..255 that stand for -127..127; returns its scale. The magnitudes are compared as
    integers, among which NaN and infinity are the largest: such a token gets the scale NaN, and so does
    all that comes of it. */
-static float quantize_row(float *restrict x, const float *restrict inverse, int64_t k,
-                          uint8_t *restrict codes) {
+static inline float quantize(const void *restrict x, int64_t dtype, const float *restrict smoothing, int64_t k,
+                             uint8_t *restrict codes) {
     uint32_t top = 0;
-    if (inverse) for (int64_t j = 0; j < k; j++) x[j] *= inverse[j];
     for (int64_t j = 0; j < k; j++) {
+        float value = number_at(x, dtype, j);
         uint32_t bits;
-        memcpy(&bits, &x[j], sizeof bits);
+        if (smoothing) value /= smoothing[j];
+        memcpy(&bits, &value, sizeof bits);
         bits &= 0x7fffffffu;
         top = bits > top ? bits : top;
     }
@@ -69,8 +73,17 @@ static float quantize_row(float *restrict x, const float *restrict inverse, int6
     if (top >= 0x7f800000u) { memset(codes, 128, (size_t)k); return NAN; }
     if (peak < 1.5e-36f) { memset(codes, 128, (size_t)k); return 0.0f; }
     const float steps = 127.0f / peak;
-    for (int64_t j = 0; j < k; j++) codes[j] = (uint8_t)(int32_t)(rintf(x[j] * steps) + 128.0f);
+    for (int64_t j = 0; j < k; j++) {
+        float value = number_at(x, dtype, j);
+        if (smoothing) value /= smoothing[j];
+        codes[j] = (uint8_t)(int32_t)(rintf(value * steps) + 128.0f);
+    }
     return peak / 127.0f;
+}
+
+/* The dtype as a constant, so that the compiler writes a loop of vectors for each. */
+static float quantize_row(const void *x, int64_t dtype, const float *smoothing, int64_t k, uint8_t *codes) {
+    return dtype == FLOAT32 ? quantize(x, FLOAT32, smoothing, k, codes) : quantize(x, BFLOAT16, smoothing, k, codes);
 }
 
 #if defined(__AVX2__)
@@ -170,66 +183,82 @@ static inline float8 weights_at(const int8_t *p) {
 FLOAT_TILE(1)
 FLOAT_TILE(2)
 
-static inline void ask_ahead(const int8_t *w, int64_t row, const layer *l) {
+static inline void ask_ahead(const call *l, int64_t row) {
     if (row + COLUMNS + AHEAD > l->n) return;
-    const int8_t *next = w + (row + AHEAD) * l->k;
+    const int8_t *next = l->w + (row + AHEAD) * l->k;
     for (int64_t j = 0; j < COLUMNS * l->k; j += 64) __builtin_prefetch(next + j);
 }
 
-/* The last tile of four channels overlaps the one before it when n is no multiple of four; layers with fewer than four
-   channels are left to the caller. Both functions need n >= 4 and k >= 1. */
+/* The last tile of four channels overlaps the one before it when n is no multiple of four. */
 static inline int64_t first_of(int64_t block, int64_t n) {
     int64_t first = block * COLUMNS;
     return first + COLUMNS > n ? n - COLUMNS : first;
 }
 
-/* scratch: m x k bytes for the codes, then (m + k) floats, each part beginning at a multiple of 64 */
-void int8_dynamic(const layer *l, const void *x, void *out, int64_t m, int dtype, uint8_t *codes,
-                  float *row_scale, float *row) {
-    const int64_t n = l->n, k = l->k, size = dtype == FLOAT32 ? 4 : 2, blocks = (n + COLUMNS - 1) / COLUMNS;
-    for (int64_t r = 0; r < m; r++) {
-        read_row((const char *)x + r * k * size, dtype, k, row);
-        row_scale[r] = quantize_row(row, l->inverse, k, codes + r * k);
-    }
+/* l->m tokens, at most MOST of them, in integers. codes: m x k bytes; row_scale: m floats. */
+static void dynamic(const call *l, uint8_t *restrict codes, float *restrict row_scale) {
+    const int64_t m = l->m, n = l->n, k = l->k, blocks = (n + COLUMNS - 1) / COLUMNS;
+    const int64_t size = l->dtype == FLOAT32 ? 4 : 2;
+#pragma omp parallel for schedule(static) if (m * k > SMALL)
+    for (int64_t r = 0; r < m; r++)
+        row_scale[r] = quantize_row((const char *)l->x + r * k * size, l->dtype, l->smoothing, k, codes + r * k);
 #pragma omp parallel for schedule(static) if (n * k > SMALL)
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t first = first_of(b, n);
-        const int8_t *w = l->w + first * k;
-        ask_ahead(l->w, first, l);
+        ask_ahead(l, first);
         for (int64_t r = 0; r < m; r += ROWS) {
             const int64_t rows = m - r < ROWS ? m - r : ROWS;
             int32_t sums[ROWS * COLUMNS];
-            if (rows == 2) int_tile2(codes + r * k, w, k, sums);
-            else int_tile1(codes + r * k, w, k, sums);
+            if (rows == 2) int_tile2(codes + r * k, l->w + first * k, k, sums);
+            else int_tile1(codes + r * k, l->w + first * k, k, sums);
             for (int64_t i = 0; i < rows; i++)
                 for (int64_t c = 0; c < COLUMNS; c++) {
                     /* the scale of the weights first: that of a huge token could lead beyond float32 */
                     int32_t sum = sums[i * COLUMNS + c] - l->sums[first + c];
                     float y = (float)sum * l->scale[first + c] * row_scale[r + i];
-                    write(out, dtype, (r + i) * n + first + c, l->bias ? y + l->bias[first + c] : y);
+                    write(l->out, l->dtype, (r + i) * n + first + c, l->bias ? y + l->bias[first + c] : y);
                 }
         }
     }
 }
 
-/* rows: m x k floats */
-void int8_weight_only(const layer *l, const void *x, void *out, int64_t m, int dtype, float *rows) {
-    const int64_t n = l->n, k = l->k, size = dtype == FLOAT32 ? 4 : 2, blocks = (n + COLUMNS - 1) / COLUMNS;
-    for (int64_t r = 0; r < m; r++) read_row((const char *)x + r * k * size, dtype, k, rows + r * k);
+/* l->m tokens, at most MOST of them, in floats. rows: m x k floats, unless x is in float32 already. */
+static void weight_only(const call *l, float *rows) {
+    const int64_t m = l->m, n = l->n, k = l->k, blocks = (n + COLUMNS - 1) / COLUMNS;
+    const float *x = l->dtype == FLOAT32 ? l->x : rows;
+    if (l->dtype != FLOAT32) for (int64_t j = 0; j < m * k; j++) rows[j] = from_bfloat16(((const uint16_t *)l->x)[j]);
 #pragma omp parallel for schedule(static) if (n * k > SMALL)
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t first = first_of(b, n);
-        ask_ahead(l->w, first, l);
+        ask_ahead(l, first);
         for (int64_t r = 0; r < m; r += ROWS) {
             const int64_t taken = m - r < ROWS ? m - r : ROWS;
             float sums[ROWS * COLUMNS];
-            if (taken == 2) float_tile2(rows + r * k, l->w + first * k, k, sums);
-            else float_tile1(rows + r * k, l->w + first * k, k, sums);
+            if (taken == 2) float_tile2(x + r * k, l->w + first * k, k, sums);
+            else float_tile1(x + r * k, l->w + first * k, k, sums);
             for (int64_t i = 0; i < taken; i++)
                 for (int64_t c = 0; c < COLUMNS; c++) {
                     float y = sums[i * COLUMNS + c] * l->scale[first + c];
-                    write(out, dtype, (r + i) * n + first + c, l->bias ? y + l->bias[first + c] : y);
+                    write(l->out, l->dtype, (r + i) * n + first + c, l->bias ? y + l->bias[first + c] : y);
                 }
         }
     }
+}
+
+/* out = x w^T, scaled. Needs m >= 1, n >= 4 and k >= 1. Returns 0, or 1 if there is no memory. */
+int int8_linear(const call *whole) {
+    call l = *whole;
+    const int64_t size = l.dtype == FLOAT32 ? 4 : 2, most = l.m < MOST ? l.m : MOST;
+    void *scratch = NULL; /* float rows, or codes with a scale for each token behind them */
+    const int64_t bytes = l.sums ? ((most * l.k + 63) & ~(int64_t)63) + 4 * most : l.dtype == FLOAT32 ? 0 : 4 * most * l.k;
+    if (bytes && !(scratch = malloc((size_t)bytes))) return 1;
+    for (int64_t at = 0; at < whole->m; at += MOST) {
+        l.m = whole->m - at < MOST ? whole->m - at : MOST;
+        l.x = (const char *)whole->x + at * l.k * size;
+        l.out = (char *)whole->out + at * l.n * size;
+        if (l.sums) dynamic(&l, scratch, (float *)((char *)scratch + bytes - 4 * most));
+        else weight_only(&l, scratch);
+    }
+    free(scratch);
+    return 0;
 }
