@@ -30,7 +30,7 @@ class PackedBatch:
     block_tables int32 [R, blocks], whose entries behind a request's own blocks mean nothing; lengths int32 [R], as
     kv_lens; starts int32 [R - num_decodes + 1], where the tokens of each other request begin among all of theirs.
 
-    backend: what attends. derived: what it works out once a step, for all layers.
+    backend: what attends. derived: what it works out once a step, for all layers. attended: layers that have attended.
     """
 
     pools: dict[int, KVPool]
@@ -45,6 +45,7 @@ class PackedBatch:
     starts: torch.Tensor
     backend: AttentionBackend
     derived: dict[Any, Any] = field(default_factory=dict, repr=False)
+    attended: int = 0
 
     @property
     def device(self) -> torch.device:

@@ -56,6 +56,7 @@ def packed_attention(
             f"The attention function `{NAME}` was given a mask. The batch says who sees whom, so a mask would be "
             "ignored. Use a version of transformers that this package was tested with."
         )
+    minfer.attended += 1
     pool = minfer.pools[module.layer_idx]
     query = query[0].transpose(0, 1)  # [T, heads, head_dim]
     pool.write(minfer.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1))

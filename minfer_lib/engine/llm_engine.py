@@ -541,6 +541,9 @@ def failed(name: str, cause: Exception) -> str:
 
 
 def without_frames(error: Exception) -> Exception:
-    """The error, whose traceback keeps lines of code but none of the tensors and engines that they worked on."""
-    traceback.clear_frames(error.__traceback__)
-    return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+    """The error with its traceback as a text, since the frames would keep every tensor and engine that they worked on."""
+    error.add_note("".join(["It failed here:\n", *traceback.format_tb(error.__traceback__)]).rstrip())
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__, link = None, link.__cause__ or link.__context__
+    return error

@@ -20,6 +20,7 @@ from ..attention.interface import NAME
 from ..attention.support import packed_support
 from ..attention.view import view_of
 from ..cache.pool import BlockStore
+from ..errors import UnsupportedModel
 from ..generation.request import Request
 from ..generation.sampling import Sampler, Samples
 from ..models import hf_compat
@@ -52,8 +53,15 @@ class ModelRunner:
 
     def __init__(self, lm: LanguageModel, cache: BlockStore, sampler: Sampler, backend: AttentionBackend) -> None:
         self.lm, self.cache, self.sampler, self.backend = lm, cache, sampler, backend
-        self.view, self.fused = make_view(lm)
+        self._make_view()
         self._keeps_rows = hf_compat.supports_logits_to_keep(lm.model)
+
+    def _make_view(self) -> None:
+        support = packed_support(self.lm)
+        self._forward = vars(self.lm.model).get("forward")
+        self.view = view_of(self.lm.model, NAME)
+        merges = self.lm.device.type == "cpu" or self.lm.quantization is not None
+        self.fused: list[FusedLinear] = fuse(self.view, support.groups) if merges else []
 
     def execute(self, plan: Plan) -> Samples:
         """Computes a step; one sample for each request whose tokens are all computed then, in the plan's order."""
@@ -133,11 +141,18 @@ class ModelRunner:
                 minfer=inputs.batch,
                 **keep,
             ).logits[0]
+        if inputs.batch.attended != len(self.cache.pools):
+            raise UnsupportedModel(
+                f"only {inputs.batch.attended} of {len(self.cache.pools)} layers of {self.lm.name} attended by the "
+                "batch: a forward was replaced by one that runs something else. Make a new engine."
+            )
         logits = logits if self._keeps_rows else logits[inputs.logits_rows]
         return logits[: len(inputs.sampled)]
 
     def refresh(self) -> None:
-        """Merges projections again whose weights were moved or replaced."""
+        """Follows what was changed on the model: a forward of its own, weights that were moved or replaced."""
+        if vars(self.lm.model).get("forward") is not self._forward:
+            self._make_view()
         for fused in self.fused:
             if not fused.intact():
                 fused.merge()
@@ -148,14 +163,6 @@ class NothingSampled:
 
     def result(self) -> Samples:
         return Samples([], [])
-
-
-def make_view(lm: LanguageModel) -> tuple[torch.nn.Module, list[FusedLinear]]:
-    """A view of a model that attends by the batch, with merged projections. Raises `UnsupportedModel`."""
-    support = packed_support(lm)
-    view = view_of(lm.model, NAME)
-    merges = lm.device.type == "cpu" or lm.quantization is not None
-    return view, fuse(view, support.groups) if merges else []
 
 
 def _next_token(request: Request) -> int:

@@ -110,7 +110,8 @@ def _decode(
     code = function(
         CALL.pack(
             query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(), block_tables.data_ptr(),
-            kv_lens.data_ptr(), 0 if sinks is None else sinks.data_ptr(), *query.shape[:2], *keys.shape[1:], values.shape[2],
+            kv_lens.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
+            *query.shape[:2], *keys.shape[1:], values.shape[2],
             *query.stride()[:2], block_tables.stride(0), block_tables.shape[1], blocks, block_size,
             window or NO_WINDOW, scale, softcap or 0.0, KINDS[query.dtype], KINDS[keys.dtype],
         )
