@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import minfer_lib
 from minfer_lib import LanguageModel
@@ -69,6 +69,23 @@ def test_the_name_of_the_cache_argument(tiny: LanguageModel):
     cache, ids = DynamicCache(config=tiny.model.config), torch.tensor([[3, 4, 5]])
     tiny.next_token_logits(ids, use_cache=True, **{hf_compat.cache_argument(tiny.model): cache})
     assert cache.get_seq_length() == 3
+
+
+def test_can_dequantize(monkeypatch: pytest.MonkeyPatch):
+    """`AUTO_QUANTIZATION_CONFIG_MAPPING`: without it codes of an unknown method could be loaded as weights."""
+    config = AutoConfig.for_model("llama")
+    assert not hf_compat.can_dequantize(config)
+    for told, known in (
+        ({"quant_method": "gptq"}, True),
+        ({"load_in_8bit": True}, True),
+        (BitsAndBytesConfig(load_in_8bit=True), True),
+        ({"quant_method": "from-the-future"}, False),
+        ({}, False),
+    ):
+        config.quantization_config = told
+        assert hf_compat.can_dequantize(config) == known
+    monkeypatch.setitem(sys.modules, "transformers.quantizers.auto", None)
+    assert hf_compat.can_dequantize(config)
 
 
 def reload_without(monkeypatch: pytest.MonkeyPatch, module: str) -> object:
@@ -179,7 +196,15 @@ def test_fbgemm():
 # -- and nowhere else -------------------------------------------------------------------------------------------------
 
 # Public by their names, but of modules that transformers and torch change as they like.
-UNSTABLE = {"CacheLayerMixin", "Conv1D", "TorchDispatchMode", "tree_leaves", "linear_prepack", "past_key_values"}
+UNSTABLE = {
+    "CacheLayerMixin",
+    "Conv1D",
+    "AUTO_QUANTIZATION_CONFIG_MAPPING",
+    "TorchDispatchMode",
+    "tree_leaves",
+    "linear_prepack",
+    "past_key_values",
+}
 # Calls of a method of the base class from the method that extends it: a subclass of torch's has no other way.
 EXTENDED = {"_apply", "_load_from_state_dict", "_save_to_state_dict"}
 

@@ -1,8 +1,12 @@
 """Every kind of model name, and every way in which one can be wrong: a model that is right, or one clear sentence."""
 
+import ast
 import importlib.util
 import json
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +25,8 @@ from minfer_lib.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from minfer_lib.models.checks import check_causal, has_softcap, position_limit
+from minfer_lib.models import load
+from minfer_lib.models.checks import check_causal, first_bad_tensor, has_softcap, position_limit
 from minfer_lib.models.shapes import SHAPES, shape_config
 
 
@@ -138,9 +143,36 @@ def test_a_file_where_a_folder_is_expected(folder: Path, file: str, monkeypatch:
             load_model(name)
 
 
-def test_a_hub_id_without_a_network():
+def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch):
+    """One question, with a time limit and not repeated; after that nobody tries again for half a minute."""
     with pytest.raises(ModelNotFound, match=r"nobody/nothing could not be fetched.*Check the spelling.*network"):
         load_model("nobody/nothing")
+
+    asked: list[float] = []
+
+    class Session:
+        def head(self, url: str, timeout: float) -> None:
+            asked.append(timeout)
+            raise OSError("no route to host")
+
+    monkeypatch.setattr(load.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(load, "get_session", Session)
+    began = time.monotonic()
+    with pytest.raises(ModelNotFound, match=r"nobody/nothing could not be fetched.*Check the spelling.*network"):
+        load_model("nobody/nothing")
+    assert len(asked) == 1 and asked[0] <= 5 and time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("name", ["a" * 10_000, "/" + "a" * 10_000, "owner/" + "a" * 10_000, "shape:" + "a" * 10_000])
+def test_a_very_long_name_does_not_bury_the_message(name: str):
+    for wrong in ((name,), (name, [name])):
+        with pytest.raises(MinferError) as caught:
+            load_model(wrong[-1])
+        assert len(str(caught.value)) < 1200
+    for option in ("device", "dtype"):
+        with pytest.raises(InvalidParameter) as caught:
+            load_model("tiny-random", **{option: name})
+        assert len(str(caught.value)) < 400
 
 
 # -- device and dtype -------------------------------------------------------------------------------------------------
@@ -188,6 +220,119 @@ def test_dtype(folder: Path, dtype, expected: torch.dtype):
     for name in ("tiny-random", folder):
         lm = load_model(name, dtype=dtype, device="cpu")
         assert lm.dtype == expected and {p.dtype for p in lm.model.parameters()} == {expected}
+
+
+def test_torchs_default_dtype_changes_nothing(tiny: LanguageModel, folder: Path):
+    """Loading a half-precision model elsewhere sets it for a while; an error or another thread may leave it there."""
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        models = load_model("tiny-random", device="cpu"), load_model(folder, device="cpu")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for lm in models:
+        assert lm.dtype == torch.float32
+        for (name, ours), theirs in zip(lm.model.state_dict().items(), tiny.model.state_dict().values(), strict=True):
+            assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
+        for (name, ours), theirs in zip(lm.model.named_buffers(), tiny.model.buffers(), strict=True):
+            assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
+
+
+# -- a loaded model is on its own -------------------------------------------------------------------------------------
+
+IN_A_CHILD = """
+import sys
+from pathlib import Path
+import torch
+from minfer_lib import CachedEngine, SamplingParams, load_model
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+
+def answer(lm):
+    return CachedEngine(lm).generate([3, 4, 5], SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids
+
+lm = load_model(folder, device="cpu")
+expected = answer(lm)
+weights = folder / "model.safetensors"
+with weights.open("r+b") as file:
+    file.seek(weights.stat().st_size // 2)
+    file.write(b"x" * (weights.stat().st_size // 2))
+assert answer(lm) == expected
+weights.open("wb").close()
+assert answer(lm) == expected
+lm.model.save_pretrained(folder)
+assert answer(load_model(folder, device="cpu")) == expected
+print("the same")
+"""
+
+
+def test_a_loaded_model_does_not_depend_on_its_file(folder: Path):
+    """Written over it would say other things, and cut it would end the process with a bus error."""
+    child = subprocess.run(
+        [sys.executable, "-c", IN_A_CHILD, str(folder)], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": str(Path(load.__file__).parents[2])},
+    )  # fmt: skip
+    assert (child.returncode, child.stdout) == (0, "the same\n"), child.stderr
+
+
+def test_only_what_is_a_map_of_a_file_is_copied(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Weights that were converted on their way are in memory of their own already."""
+    copied: list[bool] = []
+    own = load._own_memory
+
+    def watched(model: torch.nn.Module) -> None:
+        before = [p.data_ptr() for p in model.parameters()]
+        own(model)
+        copied.append(before != [p.data_ptr() for p in model.parameters()])
+
+    monkeypatch.setattr(load, "_own_memory", watched)
+    lm = load_model(folder, device="cpu")
+    load_model(folder, device="cpu", dtype="bfloat16")
+    assert copied == [True, False]
+    assert all(p.untyped_storage().resizable() for p in lm.model.parameters())
+
+
+def test_a_cast_after_loading_is_noticed(folder: Path, family: Callable[[str], LanguageModel]):
+    """It rounds the rotary frequencies, which loading with a dtype leaves in float32."""
+    load_model(folder, dtype="bfloat16").check_unchanged()
+    lm = load_model(folder)
+    lm.check_unchanged()
+    lm.model.to(torch.bfloat16)
+    assert lm.dtype == torch.bfloat16
+    for dtype in (torch.bfloat16, torch.float32):  # also where it was cast back: the values are rounded
+        lm.model.to(dtype)
+        with pytest.raises(InvalidParameter, match=r"cast after it was loaded.*rotary.*load_model\(\.\.\., dtype='"):
+            lm.check_unchanged()
+    other = load_model(folder)
+    other.model.double()
+    other.check_unchanged()  # nothing is rounded
+    no_rotary = LanguageModel.of(AutoModelForCausalLM.from_config(family("gpt2").model.config), None, "gpt2")
+    no_rotary.model.to(torch.bfloat16)
+    no_rotary.check_unchanged()
+    assert no_rotary.dtype == torch.bfloat16
+
+
+def test_frequencies_that_change_by_themselves_are_no_cast(tmp_path: Path):
+    rope = dict(rope_type="dynamic", factor=4.0, rope_theta=1e4)
+    lm = load_model(save_random(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=32))
+    before = dict(lm.model.named_buffers())["model.rotary_emb.inv_freq"]
+    with torch.no_grad():
+        lm.model(torch.zeros(1, 50, dtype=torch.long))
+    assert dict(lm.model.named_buffers())["model.rotary_emb.inv_freq"] is not before
+    lm.check_unchanged()
+    lm.model.bfloat16()
+    with pytest.raises(InvalidParameter, match="rotary"):
+        lm.check_unchanged()
+
+
+def test_training_mode_and_another_device_are_noticed(folder: Path):
+    lm = load_model(folder)
+    lm.model.train()
+    with pytest.raises(InvalidParameter, match="training mode"):
+        lm.check_unchanged()
+    lm.model.eval()
+    lm.model.to("meta")
+    with pytest.raises(InvalidParameter, match=r"moved from cpu to meta.*load_model\(\.\.\., device='meta'\)"):
+        lm.check_unchanged()
 
 
 # -- facts about a model ----------------------------------------------------------------------------------------------
@@ -360,6 +505,122 @@ def test_a_damaged_folder(folder: Path, damage: Callable[[Path], object], messag
     assert "model" in str(caught.value) and str(caught.value).endswith(".")
 
 
+@pytest.mark.parametrize("base", [True, False])
+def test_an_adapter_is_refused(folder: Path, base: bool):
+    """With or without the package peft: transformers would load the base model alone, or none at all."""
+    weights = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{x}.weight": torch.ones(4, 64) for x in "AB"}
+    save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x"}))
+    if not base:
+        for file in ("config.json", "model.safetensors", "generation_config.json"):
+            (folder / file).unlink()
+    with pytest.raises(UnsupportedModel, match=r"model is an adapter.*merge_and_unload\(\)\.save_pretrained"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.uint8, torch.bool, torch.int64])
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_that_are_integers(folder: Path, dtype: torch.dtype, file: str):
+    """Codes of a quantised model whose config was lost: read as floats they answer, and make no sense."""
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    codes = {**weights, name: (weights[name] * 50).to(dtype)}
+    (folder / "model.safetensors").unlink()
+    save_file(codes, folder / file, {"format": "pt"}) if file.endswith("s") else torch.save(codes, folder / file)
+    with pytest.raises(ModelNotFound, match=r"up_proj\.weight` in the files of model is stored as integers.*config"):
+        load_model(folder)
+
+
+def test_a_config_that_says_how_it_was_quantised_is_believed_if_that_is_known(folder: Path):
+    """transformers passes over a method that it does not know, and loads codes as weights."""
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**weights, name: (weights[name] * 50).to(torch.int8)}, folder / "model.safetensors", {"format": "pt"})
+    edit(folder / "config.json", quantization_config={"quant_method": "from-the-future"})
+    with pytest.raises(ModelNotFound, match="is stored as integers"):
+        load_model(folder)
+    edit(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 8})
+    with pytest.raises(MinferError) as caught:  # of transformers, which lacks a package or a GPU for it
+        load_model(folder)
+    assert "stored as integers" not in str(caught.value)
+
+
+def test_files_of_torch_and_shards_are_looked_at_too(tiny: LanguageModel, folder: Path):
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    assert load_model(folder).eos_ids == tiny.eos_ids
+    (folder / "pytorch_model.bin").unlink()
+    tiny.model.save_pretrained(folder, max_shard_size="40KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    assert load_model(folder).eos_ids == tiny.eos_ids
+    edit(folder / "config.json", vocab_size=5_000_000)
+    with pytest.raises(ModelNotFound, match=r"\[259, 64\] in the files, and \[5000000, 64\] by the config \(2 tensors"):
+        load_model(folder)
+
+
+def test_a_model_of_a_base_without_its_prefix_is_looked_at_too(tmp_path: Path):
+    """GPT-2's files on the hub are those of the model without its output layer."""
+    save_random(tmp_path, "gpt2", n_embd=64, n_layer=2, n_head=4)
+    weights = {key.removeprefix("transformer."): w for key, w in load_file(tmp_path / "model.safetensors").items()}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    assert load_model(tmp_path).vocab_size == BASE["vocab_size"]
+    edit(tmp_path / "config.json", vocab_size=10**7)
+    with pytest.raises(ModelNotFound, match=r"`wte\.weight` has the shape.*\[10000000, 64\] by the config"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(vocab_size=5_000_000), r"\[5000000, 64\] by the config"),
+        (dict(intermediate_size=10**9), r"\[64, 1000000000\] by the config"),
+        (dict(hidden_size=64 * 10**6), r"by the config"),
+        (
+            dict(num_hidden_layers=10**12),
+            r"asks for 1000000000000 parts \(`num_hidden_layers`\), and no model has more",
+        ),
+        (dict(num_hidden_layers=10**400), r"asks for 10{199}\.\.\. \(401 characters\) parts"),
+        (dict(num_hidden_layers=9_000), r"asks for 9000 parts \(`num_hidden_layers`\), and the weights are 21 tensors"),
+        (dict(text_config=[dict(num_experts=10**12)]), r"`num_experts`"),
+        (dict(num_hidden_layers=20), r"describes a model of [\d,]+ weights, and the files hold 94,912"),
+    ],
+)
+def test_sizes_of_a_config_are_compared_before_they_are_allocated(
+    folder: Path, values: dict, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    edit(folder / "config.json", **values)
+
+    def allocated(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr("minfer_lib.models.load.AutoModelForCausalLM.from_pretrained", allocated)
+    with pytest.raises(ModelNotFound, match=message) as caught:
+        load_model(folder)
+    assert len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite(folder: Path, value: float):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelNotFound, match=r"weights of model are damaged: `model\.layers\.1\.mlp\.up_proj\.weight`"):
+        load_model(folder)
+
+
+def test_the_first_bad_tensor(tiny: LanguageModel):
+    assert first_bad_tensor(tiny.model) is None
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    model.register_buffer("ids", torch.tensor([1]))
+    assert first_bad_tensor(model) is None
+    model.mask[0] = torch.nan
+    assert first_bad_tensor(model) == "mask"
+    model.bias.data[1] = torch.inf
+    assert first_bad_tensor(model) == "bias"
+
+
 @pytest.mark.parametrize("eos", ["x", [1.5], True, [None], {"a": 1}])
 def test_an_end_of_sequence_that_is_no_id(folder: Path, eos: object):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
@@ -432,6 +693,24 @@ def test_code_that_comes_with_a_model_is_never_run(folder: Path, monkeypatch: py
     with pytest.raises(UnsupportedModel, match="model is not a decoder-only"):
         load_model(folder)
     assert not (folder / "it ran").exists()
+
+
+OWN_AND_HARMLESS = ("GenerationConfig", "ModelShape")  # the former is data alone, the latter ours
+
+
+def test_no_call_of_the_package_may_run_code_of_a_model():
+    """Every from_pretrained and from_config says so; what is left open, somebody answers with a line of piped input."""
+    calls = 0
+    for path in Path(load.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            of = ast.unparse(node.func.value).split(".")[-1]
+            if node.func.attr in ("from_pretrained", "from_config") and of not in OWN_AND_HARMLESS:
+                calls += 1
+                said = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                assert said.get("trust_remote_code") == "False", f"{path.name}:{node.lineno}"
+    assert calls >= 6
 
 
 def test_an_encoder_decoder(tmp_path: Path):

@@ -10,13 +10,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
+from safetensors import SafetensorError
 
 from minfer_lib import CachedEngine, SamplingParams, load_model
 from minfer_lib.errors import BadEnvironment, ModelNotFound
@@ -325,6 +327,35 @@ def test_a_cache_that_cannot_be_written(cache: Path, tmp_path: Path, monkeypatch
     with pytest.raises(BadEnvironment, match="could not be written"):
         load_model()
     assert (cache / packaged.MODEL_NAME.lower()).is_file()
+
+
+def full_disk(error: Exception) -> Callable[..., None]:
+    def save(*args: object, **kwargs: object) -> None:
+        raise error
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [
+        ("PreTrainedTokenizerBase", Exception("No space left on device (os error 28)")),  # plain, as tokenizers has it
+        ("PreTrainedModel", SafetensorError("Error while serializing: I/O error: No space left on device")),
+        ("PreTrainedModel", OSError(28, "No space left on device")),
+    ],
+)
+def test_a_full_disk(cache: Path, monkeypatch: pytest.MonkeyPatch, method: str, error: Exception):
+    monkeypatch.setattr(getattr(transformers, method), "save_pretrained", full_disk(error))
+    with pytest.raises(BadEnvironment, match=r"could not be written: .*No space left.*Free about 300 MB.*MINFER_CACHE"):
+        load_model()
+    assert [path.name for path in cache.iterdir()] == ["smollm2-135m-instruct.lock"]
+
+
+def test_a_mistake_in_converting_is_not_called_a_full_disk(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", full_disk(ValueError("a bug")))
+    with pytest.raises(ValueError, match="a bug"):
+        load_model()
+    assert [path.name for path in cache.iterdir()] == ["smollm2-135m-instruct.lock"]
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

