@@ -471,8 +471,8 @@ class RequestStream(Iterator[StreamPiece]):
     """
 
     def __init__(self, engine: LLMEngine, requests: list[Request]) -> None:
-        self._engine = engine
         self.requests = requests
+        self._engine: LLMEngine | None = engine
         self._readers = [PieceReader(request) for request in requests]
         self._pieces: deque[StreamPiece] = deque()
 
@@ -514,22 +514,25 @@ class RequestStream(Iterator[StreamPiece]):
                 self._pieces.append(piece)
 
     def _fail(self, cause: Exception) -> None:
-        name, requests = self._engine.lm.name, self.requests
-        self.close()
-        failure = GenerationFailed(failed(name, cause), [request.output() for request in requests])
+        engine, self._readers = self._engine, []
+        engine._abandon(self.requests)
+        failure = GenerationFailed(failed(engine.lm.name, cause), [request.output() for request in self.requests])
         failure.__cause__ = cause
-        del self, requests
+        self._engine = None  # the exception keeps the frames of this stream, which must not keep the engine
+        del engine
         raise failure
 
     def close(self) -> None:
         """Aborts what has not ended; what was not read is dropped."""
         self._readers, self._pieces = [], deque()
-        self._engine._abandon(self.requests)
+        if self._engine is not None:
+            self._engine._abandon(self.requests)
 
     def __del__(self) -> None:
         # Python may collect a forgotten stream in the middle of anything that an engine does: the next step ends it.
-        if any(not request.finished for request in getattr(self, "requests", ())):
-            self._engine.abort(self.request_id)
+        engine = getattr(self, "_engine", None)
+        if engine is not None and any(not request.finished for request in self.requests):
+            engine.abort(self.request_id)
 
 
 def failed(name: str, cause: Exception) -> str:
@@ -541,7 +544,7 @@ def failed(name: str, cause: Exception) -> str:
 
 
 def without_frames(error: Exception) -> Exception:
-    """The error with its traceback as a text, since the frames would keep every tensor and engine that they worked on."""
+    """The error with its traceback as a text: the frames would keep all tensors and engines that they worked on."""
     error.add_note("".join(["It failed here:\n", *traceback.format_tb(error.__traceback__)]).rstrip())
     link: BaseException | None = error
     while link is not None:
