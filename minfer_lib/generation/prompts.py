@@ -42,10 +42,7 @@ def make_requests(
     params: one for all, one each, or None for the defaults. ids: where request ids come from.
     Raises `InvalidPrompt`, `PromptTooLong` or `InvalidParameter`, and then has made none.
     """
-    if lm.model.training:
-        raise InvalidParameter(
-            f"{lm.name} is in training mode, where dropout changes what it says. Call lm.model.eval() first."
-        )
+    lm.check_unchanged()
     many = prompt_list(prompts)
     checked = []
     for prompt, prompt_params in zip(many, params_list(params, len(many)), strict=True):
