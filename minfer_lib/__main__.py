@@ -25,11 +25,9 @@ from .errors import BadEnvironment, GenerationFailed, InvalidParameter, InvalidP
 from .generation.options import add_sampling_options, in_options, sampling
 from .models import host
 from .models.environment import check_versions
-from .models.names import asked_for, folder_of
+from .models.names import folder_of, resolve_name
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used, so that --help is quick
-    import torch
-
     from .generation.params import SamplingParams
     from .generation.request import RequestOutput, StreamPiece
     from .models.load import LanguageModel
@@ -134,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise BadEnvironment("Standard output is closed, so that there is nowhere to write to. Leave out `>&-`.")
         check_versions()
         if hasattr(args, "model"):
-            folder_of(asked_for(args.model))  # a misspelt name is answered before torch is loaded
+            folder_of(resolve_name(args.model))  # a misspelt name is answered before torch is loaded
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: note(f"warning: {message}")  # no line of source
             code = args.run(args)
@@ -417,10 +415,11 @@ def info(args: argparse.Namespace) -> int:
     """Versions, what the machine has and what a container leaves of it, and which of our ways can run here."""
     import torch
 
-    from .attention.backends import describe_kernels
+    from .attention.backends import describe_backends
     from .engine.cache_size import available_bytes
     from .models import packaged
     from .models.memory import GB
+    from .quant.products import DYNAMIC, choose, why_not
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if packaged.is_intact(packaged.cache_root() / packaged.MODEL_NAME.lower()):
@@ -444,9 +443,10 @@ def info(args: argparse.Namespace) -> int:
         "MINFER_MODEL": os.environ.get("MINFER_MODEL") or "not set",
         "cache": str(packaged.cache_root()),
         "engines": f"{', '.join(ENGINES)} (used by default: {NEWEST})",
-        "attention": describe_kernels(device, torch.float32),
-        **int8_lines(device),
+        "attention": describe_backends(device, torch.float32),
+        "int8": f"{choose(True, device.type)}, weight-only {choose(False, device.type)}",
     }
+    lines |= {f"int8 without {name}": reason for name in DYNAMIC if (reason := why_not(name))}
     if HAS_BENCH:
         from .bench.machine import commit, read_bandwidth
 
@@ -455,20 +455,6 @@ def info(args: argparse.Namespace) -> int:
     for name, value in lines.items():
         print(f"{name:<{max(map(len, lines))}}  {host.home_as_tilde(value)}")
     return 0
-
-
-def int8_lines(device: torch.device) -> dict[str, str]:
-    """For `info`: which int8 product is used, and why others cannot be."""
-    import torch
-
-    from .quant.products import DYNAMIC, WEIGHT_ONLY, choose, usable
-
-    kinds = {"int8 dynamic": True, "int8 weight-only": False}
-    lines = {kind: choose(dynamic, torch.float32, device).name for kind, dynamic in kinds.items()}
-    for name in dict.fromkeys(kernel.name for kernel in (*DYNAMIC, *WEIGHT_ONLY)):
-        if isinstance(reason := usable(name), str):
-            lines[f"int8 without {name}"] = reason
-    return lines
 
 
 def no_bench(args: argparse.Namespace) -> int:

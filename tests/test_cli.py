@@ -26,7 +26,7 @@ from minfer_lib.generation.options import SAMPLING, in_options, option
 from minfer_lib.generation.params import SamplingParams
 from minfer_lib.models import host, packaged
 from minfer_lib.models.load import LanguageModel, load_model
-from minfer_lib.quant import products as int8_kernels
+from minfer_lib.quant import products
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ("--model", "tiny-random", "--device", "cpu")
@@ -761,17 +761,13 @@ def test_tables_without_a_picture_are_shown_and_not_drawn(run, tmp_path):
 def test_info_says_why_a_product_cannot_be_used(run, monkeypatch, tmp_path):
     monkeypatch.setenv("MINFER_FAST", "1")
     monkeypatch.setenv("HOME", str(tmp_path))
-    usable = int8_kernels.usable
-
-    def without(name):
-        return f"`{tmp_path}/cc` failed" if name == "compiled" else usable(name)
-
-    for function in (int8_kernels.timings, usable):
-        function.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(int8_kernels, "usable", without)
-        out = run("info")[1]
-    int8_kernels.timings.cache_clear()
+    why_not = products.why_not
+    monkeypatch.setattr(
+        products, "why_not", lambda name: f"`{tmp_path}/cc` failed" if name == "compiled" else why_not(name)
+    )
+    products.choose.cache_clear()
+    out = run("info")[1]
+    products.choose.cache_clear()
     lines = {line.partition("  ")[0]: line for line in out.splitlines()}
     assert lines["int8 without compiled"].endswith("  `~/cc` failed") and "used by default: paged" in lines["engines"]
-    assert "compiled" not in lines["int8 dynamic"] + lines["int8 weight-only"]
+    assert "compiled" not in lines["int8"] and "portable" in lines["int8"]
