@@ -36,7 +36,7 @@ from minfer_lib.bench.roofline import kv_token_bytes
 from minfer_lib.errors import InvalidParameter, UnsupportedModel
 from minfer_lib.models.memory import measured_weight_bytes
 from minfer_lib.quant.linear import Int8Linear
-from minfer_lib.quant.products import usable
+from minfer_lib.quant.products import DYNAMIC, why_not
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 EVERYTHING = {"skip": (), "embedding": True}
@@ -173,11 +173,11 @@ def test_engines_over_one_weight_only_model_give_the_same_tokens(lm):
 
 
 def kernels():
-    return [name for name in ("compiled", "fbgemm", "portable") if not isinstance(usable(name), str)]
+    return [name for name in DYNAMIC if why_not(name) is None]
 
 
 @pytest.mark.parametrize("kernel", kernels())
-def test_a_step_reads_a_byte_for_each_weight_in_whatever_order_it_is_kept(lm, kernel):
+def test_a_step_reads_a_byte_for_each_weight(lm, kernel):
     int8 = int8_of(lm, activations="dynamic", smoothing=0.0, kernel=kernel)
     config = lm.model.config
     hidden, wide, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads

@@ -9,7 +9,7 @@ import torch
 from families import NEW_TOKENS, PROMPTS, hf_generate
 
 from minfer_lib import CachedEngine, LanguageModel, LLMEngine, NaiveEngine, SamplingParams, load_model, quantize_int8
-from minfer_lib.quant.products import usable
+from minfer_lib.quant.products import why_not
 
 ENGINES: dict[str, Callable] = {
     "naive": NaiveEngine,
@@ -19,7 +19,7 @@ ENGINES: dict[str, Callable] = {
     "slots, 5 tokens a step": lambda lm: LLMEngine(lm, max_num_batched_tokens=5),
     "slots, 2 at once": lambda lm: LLMEngine(lm, max_num_seqs=2, max_num_batched_tokens=16),
 }
-KERNEL = "portable" if isinstance(usable("compiled"), str) else "compiled"  # one and the same in every run
+KERNEL = "portable" if why_not("compiled") else "compiled"  # one and the same in every run
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 Made = Callable[..., LanguageModel]
 

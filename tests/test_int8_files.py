@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from minfer_lib.errors import InvalidParameter, MinferError, ModelNotFound
 from minfer_lib.models.memory import measured_weight_bytes
 from minfer_lib.quant.files import FORMAT, MANIFEST, WEIGHTS, load_int8
 from minfer_lib.quant.linear import Int8Embedding, Int8Linear
-from minfer_lib.quant.products import usable
+from minfer_lib.quant.products import why_not
 
 Family = Callable[[str], LanguageModel]
 IDS = torch.tensor([families.PROMPTS[0]])
@@ -29,7 +30,7 @@ VARIANTS: dict[str, dict] = {
     "everything": dict(skip=(), embedding=True),
     "everything, none": dict(skip=(), embedding=True, activations="none"),
     "plain": dict(smoothing=0),
-    "packed": dict(kernel="fbgemm"),
+    "int_mm": dict(kernel="int_mm"),
     "portable": dict(kernel="portable", activations="none"),
     "some": dict(skip=("down_proj", "lm_head")),
 }
@@ -42,22 +43,20 @@ def logits(lm: LanguageModel) -> torch.Tensor:
 
 
 def make(source: str | Path, options: dict, dtype: str = "float32") -> LanguageModel:
-    if options.get("kernel") and isinstance(usable(options["kernel"]), str):
-        pytest.skip(usable(options["kernel"]))
+    if options.get("kernel") and why_not(options["kernel"]):
+        pytest.skip(why_not(options["kernel"]))
     return quantize_int8(load_model(source, device="cpu", dtype=dtype), progress=False, **options)
 
 
 def tensors(lm: LanguageModel) -> dict[str, torch.Tensor]:
     """Everything that the model computes with, buffers that no file holds included."""
-    found = dict((*lm.model.named_parameters(), *lm.model.named_buffers()))
-    return found | {f"{n}.codes": m.codes() for n, m in lm.model.named_modules() if isinstance(m, Int8Linear)}
+    return dict((*lm.model.named_parameters(), *lm.model.named_buffers()))
 
 
 def assert_same(one: LanguageModel, two: LanguageModel) -> None:
     a, b = tensors(one), tensors(two)
-    packed = {n for n, t in (a | b).items() if n.endswith(".weight") and t.dtype == torch.int8}  # compared as codes
-    assert a.keys() - packed == b.keys() - packed
-    for name in a.keys() - packed:
+    assert a.keys() == b.keys()
+    for name in a:
         assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
     # experts are products of floats, which may round by where in memory they stand
     experts = any(t.ndim == 3 for t in a.values())
@@ -160,7 +159,7 @@ def test_a_model_with_a_tokenizer_serves_text_as_before(tmp_path: Path):
 
 @pytest.mark.parametrize("change", ["copied", "used and copied", "sent to bfloat16 and back", "loaded before"])
 def test_whatever_was_done_with_a_model_it_can_be_saved(sources, tmp_path: Path, change: str):
-    for variant in ("everything", "packed"):
+    for variant in ("everything", "int_mm"):
         made = other = make(sources("qwen2"), VARIANTS[variant])
         if "copied" in change:
             if "used" in change:
@@ -176,7 +175,6 @@ def test_whatever_was_done_with_a_model_it_can_be_saved(sources, tmp_path: Path,
         save_int8(other, tmp_path / variant)
         loaded = load_model(tmp_path / variant, device="cpu")
         assert_same(made, loaded)
-        assert loaded.model.model.layers[0].self_attn.q_proj.shared is not None
 
 
 def test_an_earlier_save_is_replaced(sources, tmp_path: Path):
@@ -187,6 +185,63 @@ def test_an_earlier_save_is_replaced(sources, tmp_path: Path):
     save_int8(second, str(folder))
     assert_same(second, load_model(folder, device="cpu"))
     assert [path.name for path in tmp_path.iterdir()] == ["int8"]
+
+
+def raising(kind: type[BaseException], at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`os.replace` breaks off after so many renames."""
+    replace, calls = os.replace, []
+
+    def breaking(*args):
+        calls.append(1)
+        if len(calls) > at:
+            monkeypatch.undo()
+            raise kind("broken")
+        replace(*args)
+        if len(calls) == at:
+            monkeypatch.undo()
+            raise kind("broken")
+
+    monkeypatch.setattr("os.replace", breaking)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+def test_an_earlier_save_survives_an_interrupt(
+    sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], at: int
+):
+    first, second = make(sources("llama"), {}), make(sources("llama"), VARIANTS["head"])
+    save_int8(first, tmp_path / "int8")
+    raising(kind, at, monkeypatch)
+    with pytest.raises((kind, InvalidParameter)):
+        save_int8(second, tmp_path / "int8")
+    assert [path.name for path in tmp_path.iterdir()] == ["int8"]
+    assert_same(second if at == 2 else first, load_model(tmp_path / "int8", device="cpu"))
+
+
+def test_files_that_somebody_put_there_are_not_lost(sources, tmp_path: Path):
+    made = make(sources("llama"), {})
+    folder = save_int8(made, tmp_path / "int8")
+    (folder / "my_notes.md").write_text("mine")
+    with pytest.raises(InvalidParameter, match=r"holds something else \(my_notes.md\)"):
+        save_int8(made, folder)
+    assert (folder / "my_notes.md").read_text() == "mine"
+    assert_same(made, load_model(folder, device="cpu"))
+
+
+@pytest.mark.parametrize("what", ["save_file", "tokenizer"])
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str):
+    made = quantize_int8(load_model("tiny-random", device="cpu"), progress=False)
+
+    def full(*args, **options):
+        raise Exception("No space left on device (os error 28)")  # as tokenizers says it
+
+    if what == "save_file":
+        monkeypatch.setattr("minfer_lib.quant.files.save_file", full)
+    else:
+        monkeypatch.setattr(type(made.tokenizer), "save_pretrained", full)
+    with pytest.raises(InvalidParameter, match=r"cannot be written to .*: No space left on device"):
+        save_int8(made, tmp_path / "int8")
+    assert not [*tmp_path.iterdir()]
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------
@@ -200,8 +255,8 @@ def test_what_cannot_be_saved_or_where(sources, tmp_path: Path, tiny: LanguageMo
     other.mkdir()
     (other / "notes.txt").write_text("mine")
     file.write_text("mine")
-    for place in (other, file):
-        with pytest.raises(InvalidParameter, match="holds something else"):
+    for place, what in ((other, r"holds something else \(notes.txt\)"), (file, "is a file")):
+        with pytest.raises(InvalidParameter, match=what):
             save_int8(made, place)
     with pytest.raises(InvalidParameter, match="cannot be written"):
         save_int8(made, file / "below")
@@ -247,6 +302,14 @@ def reshaped(name: str) -> Callable[[Path], None]:
     return apply
 
 
+def floats(name: str) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        held = load_file(folder / WEIGHTS)
+        save_file(held | {name: held[name].float()}, folder / WEIGHTS)
+
+    return apply
+
+
 def other_config(**changes: object) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -272,9 +335,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "embedding of another type": edit(lambda m: m.update(embedding="model.embed_tokens")),
     "a layer is missing": edit(lambda m: m["linear"].pop(Q)),
     "a layer too many": edit(lambda m: m["linear"].update({"model.layers.7.q": m["linear"][Q]})),
-    "a group of nothing": edit(lambda m: m["groups"].append(["nowhere"])),
     "unknown activations": edit(lambda m: m["linear"][Q].update(activations="int4")),
-    "unknown kernel": edit(lambda m: m["linear"][Q].update(kernel="cublas")),
     "no weights": lambda folder: (folder / WEIGHTS).unlink(),
     "weights are cut off": cut(WEIGHTS, 5000),
     "weights are empty": cut(WEIGHTS, 0),
@@ -289,6 +350,11 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "smoothing of another shape": reshaped(f"{Q}.smoothing"),
     "a norm of another shape": reshaped("model.norm.weight"),
     "no config": lambda folder: (folder / "config.json").unlink(),
+    "an embedding of floats": floats("model.embed_tokens.weight"),
+    "codes that are floats": floats(f"{Q}.weight"),
+    "sizes of another world": other_config(vocab_size=5_000_000),
+    "layers of another world": other_config(num_hidden_layers=10**12, layer_types=None),
+    "layers that are no number": other_config(num_hidden_layers="many", layer_types=None),
     "config of a smaller model": other_config(num_hidden_layers=1, layer_types=["full_attention"]),
     "config of a larger model": other_config(num_hidden_layers=3, layer_types=["full_attention"] * 3),
     "config that is not possible": other_config(num_hidden_layers=3),
@@ -308,14 +374,42 @@ def test_damaged_folders(damaged: Path, kind: str):
 @pytest.mark.parametrize("number", [0, FORMAT + 1, None, "1"])
 def test_another_format(damaged: Path, number: object):
     edit(lambda m: m.update(format=number))(damaged)
-    with pytest.raises(ModelNotFound, match=f"format {number} of int8 folders.*reads {FORMAT}"):
+    with pytest.raises(ModelNotFound, match=f"format {number!r} of int8 folders.*reads {FORMAT}"):
         load_model(damaged, device="cpu")
 
 
-def test_a_kernel_that_this_machine_lacks_is_replaced(damaged: Path, monkeypatch: pytest.MonkeyPatch):
-    edit(lambda m: [layer.update(kernel="fbgemm") for layer in m["linear"].values()])(damaged)
-    monkeypatch.setattr("minfer_lib.quant.files.usable", lambda name: "not here")
-    assert logits(load_model(damaged, device="cpu")).isfinite().all()
+@pytest.mark.parametrize("kernel", ["fbgemm", "int8pack_mm", "cublas", 5, None])
+def test_a_kernel_that_this_machine_lacks_is_replaced(damaged: Path, kernel: object):
+    edit(lambda m: [layer.update(kernel=kernel) for layer in m["linear"].values()])(damaged)
+    loaded = load_model(damaged, device="cpu")
+    assert logits(loaded).isfinite().all() and describe_int8(loaded).layers
+
+
+def test_a_folder_of_the_time_of_groups_is_read(whole: Path, damaged: Path):
+    edit(lambda m: m.update(groups=[[Q, Q.replace("q_proj", "k_proj")]]) or m.pop("files"))(damaged)
+    assert_same(load_model(whole, device="cpu"), load_model(damaged, device="cpu"))
+
+
+def test_code_that_a_folder_brings_is_not_run(damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "evil.M"}}
+    (damaged / "config.json").write_text(json.dumps(config))
+    (damaged / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass M: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("asked whether to run code"))
+    with pytest.raises(ModelNotFound, match=r"int8 model in int8 could not be loaded.*(custom code|ViTConfig|trust)"):
+        load_model(damaged, device="cpu")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_weights_win_over_a_config_that_says_tied(tmp_path: Path):
+    families.save("llama", tmp_path / "source")
+    other_config(tie_word_embeddings=True)(tmp_path / "source")  # its head and its embedding differ
+    for name, options in (("kept", dict(activations="none")), ("in int8", VARIANTS["everything"])):
+        made = make(tmp_path / "source", options)
+        assert not torch.equal(load_model(tmp_path / "source", device="cpu").model.lm_head.weight,
+                               made.model.get_input_embeddings().weight)  # fmt: skip
+        loaded = load_model(save_int8(made, tmp_path / name), device="cpu")
+        assert_same(made, loaded)
+        assert_same(made, load_model(save_int8(loaded, tmp_path / f"{name} again"), device="cpu"))
 
 
 def test_transformers_does_not_take_codes_for_weights(whole: Path):
@@ -323,10 +417,10 @@ def test_transformers_does_not_take_codes_for_weights(whole: Path):
         AutoModelForCausalLM.from_pretrained(whole)
 
 
-@pytest.mark.parametrize("variant", ["dynamic", "none", "packed", "everything", "everything, none"])
+@pytest.mark.parametrize("variant", ["dynamic", "none", "int_mm", "everything", "everything, none"])
 def test_saved_by_transformers_it_is_refused(sources, tmp_path: Path, variant: str):
     """`save_pretrained` of a quantised model, where it does not fail, writes codes under the names of weights."""
     made = make(sources("llama"), VARIANTS[variant])
-    with pytest.raises((MinferError, RuntimeError), match=r"scale|shared tensors"):
+    with pytest.raises((MinferError, RuntimeError), match=r"stored as integers|shared tensors"):
         made.model.save_pretrained(tmp_path / "saved")
         load_model(tmp_path / "saved", device="cpu")

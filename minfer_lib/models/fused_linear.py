@@ -133,7 +133,7 @@ class FusedLinear:
         return hf_compat.with_tensors(first, merged, out_features=sum(self.sizes))
 
     def intact(self) -> bool:
-        """Whether the tensors are where they were when they were merged, and nobody gave a layer a forward of its own."""
+        """Whether the tensors are where they were when they were merged, and no layer got a forward of its own."""
         if self.whole is not None and any("forward" in vars(layer) for layer in self.layers):
             return False
         return all(_place(layer, name) == place for layer, name, place in self._places)
