@@ -1,5 +1,6 @@
 """The block allocator against a plain model of it, and by hand."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 import pytest
@@ -84,6 +85,16 @@ class Blocks(RuleBasedStateMachine):
         self.blocks.forget()
         self.empty += self.cached[::-1]
         self.cached, self.keys = [], {}
+
+    @rule(data=st.data())
+    def unregister(self, data: st.DataObject) -> None:
+        block = data.draw(st.integers(0, self.count - 1))
+        self.blocks.unregister(block)
+        if (key := self.key_of(block)) is not None:
+            del self.keys[key]
+        if block in self.cached:
+            self.cached.remove(block)
+            self.empty.append(block)
 
     @rule(data=st.data())
     def misuse(self, data: st.DataObject) -> None:
@@ -184,6 +195,33 @@ def test_a_second_key_is_refused():
     blocks.register(block, b"one")
     with pytest.raises(InvariantBroken, match="second key"):
         blocks.register(block, b"two")
+
+
+def test_another_eviction_policy():
+    class MostRecent(BlockAllocator):
+        def choose_evicted(self, cached: OrderedDict[int, None]) -> int:
+            return next(reversed(cached))
+
+    blocks = MostRecent(3)
+    for key in KEYS[:3]:
+        blocks.register(blocks.allocate(), key)
+    for block in (1, 0, 2):
+        blocks.free(block)
+    assert [blocks.allocate(), blocks.allocate()] == [2, 0] and blocks.evictions == 2
+    assert [blocks.find(key) for key in KEYS[:3]] == [None, 1, None]
+    blocks.check_invariants([[2, 0]])
+
+
+def test_one_block_can_be_made_unfindable():
+    blocks = BlockAllocator(3)
+    for key in KEYS[:2]:
+        blocks.register(blocks.allocate(), key)
+    blocks.free(0)
+    for block in (0, 1, 2):  # cached, in use, empty
+        blocks.unregister(block)
+    assert [blocks.find(key) for key in KEYS[:2]] == [None, None]
+    assert (blocks.num_cached, blocks.num_free, blocks.evictions) == (0, 2, 0)
+    blocks.check_invariants([[1]])
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.0, True, "3", None])

@@ -1,15 +1,17 @@
-"""The paged cache, row by row: what a table leads to, who shares it, what is copied, wiped, found again and evicted."""
+"""The paged cache, row by row: what a table leads to, who shares it, what is copied, found again and evicted."""
 
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 
-from minfer_lib.cache.paged import BlockTable, PagedKVCache, block_key
-from minfer_lib.cache.pool import NO_PREFIX, LayerShape
-from minfer_lib.errors import InvalidParameter, InvariantBroken
+from minfer_lib.cache.paged import PagedKVCache, block_key
+from minfer_lib.cache.pool import NO_PREFIX, BlockTable, LayerShape
+from minfer_lib.cache.slots import SlotKVCache
+from minfer_lib.errors import InvariantBroken
 
 SIZE = 4
 CPU = torch.device("cpu")
@@ -24,6 +26,8 @@ class Owner:
     """A request, as far as the cache is concerned."""
 
     ids: list[int] = field(default_factory=list)
+    table: BlockTable | None = None
+    num_computed: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -40,21 +44,25 @@ def make(blocks: int = 8, size: int = SIZE, layers: dict[int, LayerShape] | None
 def join(cache: PagedKVCache, ids: list[int], tokens: int | None = None, reserve: int = 0) -> Owner:
     """A request that takes over what it finds, computes all of its tokens or the first so many, and stays."""
     owner = Owner(ids)
-    prefix = cache.match(owner)
+    prefix = cache.find_prefix(owner)
     tokens = len(ids) if tokens is None else tokens
     assert cache.allocate(owner, tokens, prefix=prefix, reserve=reserve)
-    write(cache, owner, prefix.tokens, tokens)
-    cache.commit(owner, tokens)
-    cache.check_invariants()
+    compute(cache, owner, prefix.tokens, tokens)
     return owner
 
 
-def write(cache: PagedKVCache, owner: Owner, begin: int, end: int, value: float | None = None) -> None:
+def compute(cache: PagedKVCache, owner: Owner, begin: int, end: int) -> None:
+    write(cache, owner, begin, end)
+    owner.num_computed = end
+    cache.cache_blocks(owner)
+
+
+def write(cache: PagedKVCache, owner: Owner, begin: int, end: int) -> None:
     """Fills rows with what depends on layer, on the token and on whether it is a key, as a model would."""
-    rows = torch.tensor([cache.tables[owner].row(p) for p in range(begin, end)])
+    rows = torch.tensor([owner.table.row(p) for p in range(begin, end)])
     for layer, pool in cache.pools.items():
         for sign, store in ((1, pool.keys), (-1, pool.values)):
-            marks = [sign * (100 * layer + owner.ids[p] + 1) if value is None else value for p in range(begin, end)]
+            marks = [sign * (100 * layer + owner.ids[p] + 1) for p in range(begin, end)]
             new = torch.tensor(marks, dtype=store.dtype)[:, None, None].expand(-1, *store.shape[1:])
             store.index_copy_(0, rows, new.contiguous())
 
@@ -65,17 +73,9 @@ def holds(cache: PagedKVCache, owner: Owner, tokens: int) -> bool:
         for sign, store in ((1, pool.keys), (-1, pool.values)):
             for position in range(tokens):
                 mark = torch.tensor(sign * (100 * layer + owner.ids[position] + 1), dtype=store.dtype)
-                if not (store[cache.tables[owner].row(position)] == mark).all():
+                if not (store[owner.table.row(position)] == mark).all():
                     return False
     return True
-
-
-def tail_is_zero(cache: PagedKVCache, owner: Owner) -> bool:
-    table = cache.tables[owner]
-    end = (table.blocks[-1] + 1) * cache.block_size
-    return all(
-        not store[end - table.unfilled : end].any() for p in cache.pools.values() for store in (p.keys, p.values)
-    )
 
 
 def poison(cache: PagedKVCache) -> None:
@@ -84,11 +84,11 @@ def poison(cache: PagedKVCache) -> None:
         pool.keys.fill_(torch.nan), pool.values.fill_(torch.inf)
 
 
-def state(cache: PagedKVCache) -> tuple:
-    tables = {o: (list(t.blocks), t.tokens, list(t.keys)) for o, t in cache.tables.items()}
-    stores = tuple(t.clone() for pool in cache.pools.values() for t in (pool.keys, pool.values))
+def state(cache: PagedKVCache, owners: list[Owner]) -> tuple:
+    tables = [o.table and (list(o.table.blocks), list(o.table.keys), o.table.index, o.table.capacity) for o in owners]
+    stores = tuple(t.tolist() for pool in cache.pools.values() for t in (pool.keys, pool.values))
     references = [cache.allocator.references(b) for b in range(cache.num_blocks)]
-    return tables, cache.allocator.cached, references, cache.report(), [s.tolist() for s in stores]
+    return tables, cache.allocator.cached, references, cache.bytes_copied, cache.tables.tolist(), stores
 
 
 # -- layout -----------------------------------------------------------------------------------------------------------
@@ -96,11 +96,11 @@ def state(cache: PagedKVCache) -> tuple:
 
 def test_pools_of_layers_of_different_shapes():
     cache = make(blocks=5, size=3)
-    assert cache.pools.keys() == LAYERS.keys()
+    assert cache.pools.keys() == LAYERS.keys() and cache.trash_row == 15
     for index, shape in LAYERS.items():
         pool = cache.pools[index]
-        assert pool.keys.shape == (15, shape.kv_heads, shape.key_dim)
-        assert pool.values.shape == (15, shape.kv_heads, shape.value_dim)
+        assert pool.keys.shape == (18, shape.kv_heads, shape.key_dim)  # five blocks, and the trash block
+        assert pool.values.shape == (18, shape.kv_heads, shape.value_dim)
         assert pool.keys.dtype == pool.values.dtype == shape.dtype
         assert pool.keys.is_contiguous() and pool.values.is_contiguous()
         assert not pool.keys.any() and not pool.values.any()
@@ -111,15 +111,16 @@ def test_pools_of_layers_of_different_shapes():
 
 
 def test_bytes_by_hand():
-    cache = make(blocks=5, size=3)
+    cache, a, b = make(blocks=5, size=3), Owner(), Owner()
     token = 2 * (2 * (3 + 5) * 4) + 1 * (4 + 2) * 2
     assert cache.bytes_per_token == token == 140
     assert cache.nbytes_reserved == 15 * token
-    assert cache.nbytes_reserved == sum(t.nbytes for p in cache.pools.values() for t in (p.keys, p.values))
-    cache.allocate("a", 4), cache.allocate("b", 3)
-    assert (cache.blocks_used, cache.nbytes_held, cache.nbytes_used) == (3, 9 * token, 7 * token)
-    assert (cache.tail_tokens, cache.tokens_used) == (2, 7)
-    assert cache.report() == {
+    assert cache.nbytes_reserved + 3 * token == sum(t.nbytes for p in cache.pools.values() for t in (p.keys, p.values))
+    cache.allocate(a, 4), cache.allocate(b, 3)
+    a.num_computed, b.num_computed = 4, 3
+    assert (cache.blocks_used, cache.nbytes_held) == (3, 9 * token)
+    assert (cache.tail_tokens([a, b]), cache.tokens_used([a, b])) == (2, 7)
+    assert cache.report([a, b]) == {
         "blocks_used": 3, "blocks_free": 2, "blocks_cached": 0, "blocks_shared": 0, "kv_tail_tokens": 2,
         "kv_bytes_copied": 0, "prefix_evictions": 0,
     }  # fmt: skip
@@ -127,29 +128,124 @@ def test_bytes_by_hand():
 
 @pytest.mark.parametrize("size", [1, 2, 7, 16])
 def test_a_table_has_the_blocks_that_its_tokens_need(size: int):
-    cache = make(blocks=6, size=size, layers={})
+    cache, owner = make(blocks=6, size=size, layers={}), Owner()
     for tokens in range(1, 6 * size + 1):
-        assert cache.allocate("a", tokens, tokens - 1)
-        table = cache.tables["a"]
+        assert cache.allocate(owner, tokens)
+        owner.num_computed, table = tokens, owner.table
         assert len(table.blocks) == cache.blocks_for(tokens) == (tokens + size - 1) // size
-        assert table.unfilled == cache.tail_tokens == len(table.blocks) * size - tokens < size
-        assert cache.tokens_used == tokens
+        assert table.capacity == len(table.blocks) * size and cache.tail_tokens([owner]) == table.capacity - tokens
+        assert cache.tokens_used([owner]) == tokens
         rows = [table.row(p) for p in range(tokens)]
         assert rows == [table.blocks[p // size] * size + p % size for p in range(tokens)] == sorted(set(rows))
-        assert cache.block_table("a") is table.blocks
-        cache.check_invariants({"a": tokens - 1})
-    assert not cache.allocate("a", 6 * size + 1, 6 * size)
+        cache.check_invariants([owner])
+    assert not cache.allocate(owner, 6 * size + 1)
 
 
 def test_rows_of_tables_that_lie_anywhere():
-    table = BlockTable(3, [5, 0, 2], 8)
-    assert [table.row(p) for p in range(8)] == [15, 16, 17, 0, 1, 2, 6, 7] and table.unfilled == 1
+    assert [BlockTable(3, [5, 0, 2]).row(p) for p in range(8)] == [15, 16, 17, 0, 1, 2, 6, 7]
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.0, True, "16", None])
-def test_block_sizes_that_are_not_possible(size: object):
-    with pytest.raises(InvalidParameter, match="block_size"):
-        PagedKVCache({}, 4, size, CPU)
+# -- block tables on the host and on a device -------------------------------------------------------------------------
+
+
+def test_rows_of_the_tables_follow_growth_and_are_used_again():
+    cache, (a, b, c) = make(blocks=8, max_num_seqs=2), (Owner(), Owner(), Owner())
+    assert cache.tables.shape == (2, 8) and cache.tables.dtype == np.int32
+    for tokens in (3, 4, 5, 13):
+        assert cache.allocate(a, tokens) and cache.allocate(b, 1)
+        for owner in (a, b):
+            assert cache.tables[owner.table.index, : len(owner.table.blocks)].tolist() == owner.table.blocks
+    assert {a.table.index, b.table.index} == {0, 1}
+    row = a.table.index
+    cache.free(a)
+    assert cache.allocate(c, 9) and c.table.index == row and len(cache.tables) == 2
+    assert cache.tables[row, :3].tolist() == c.table.blocks
+    cache.check_invariants([b, c])
+
+
+def test_more_requests_than_were_foreseen_get_a_larger_table():
+    cache, owners = make(blocks=9, max_num_seqs=1), [Owner() for _ in range(5)]
+    for count, owner in enumerate(owners, 1):
+        assert cache.allocate(owner, 1)
+        assert [cache.tables[o.table.index, 0] for o in owners[:count]] == [o.table.blocks[0] for o in owners[:count]]
+        cache.check_invariants(owners[:count])
+    assert cache.tables.shape == (8, 9) and cache.device_tables.shape == (8, 9)
+    assert cache.allocate(owners[0], 2 * SIZE)  # one that was there before
+    cache.check_invariants(owners)
+    cache.reset()
+    again = [Owner() for _ in range(8)]
+    assert all(cache.allocate(owner, 1) for owner in again) and len(cache.tables) == 8
+    cache.check_invariants(again)
+
+
+@pytest.mark.parametrize(
+    ("cache", "shape"),
+    [
+        (make(blocks=9, max_num_seqs=3, max_model_len=4 * SIZE), (3, 4)),
+        (make(blocks=9, max_num_seqs=3, max_model_len=4 * SIZE + 1), (3, 5)),
+        (make(blocks=2, max_num_seqs=3, max_model_len=99), (3, 2)),
+        (SlotKVCache({}, 5, 99, CPU), (5, 1)),
+    ],
+)
+def test_a_row_has_an_entry_for_each_block_that_a_request_may_have(cache: PagedKVCache, shape: tuple[int, int]):
+    assert cache.tables.shape == shape
+
+
+@pytest.mark.parametrize("cache", [make(max_num_seqs=2), SlotKVCache(LAYERS, 8, SIZE, CPU)])
+def test_on_a_cpu_the_device_has_the_same_tables(cache: PagedKVCache | SlotKVCache):
+    owners = [Owner() for _ in range(4)]
+    assert all(cache.allocate(owner, SIZE) for owner in owners)
+    assert cache.device_tables.dtype == torch.int32 and not cache.changes
+    assert cache.device_tables.data_ptr() == cache.tables.__array_interface__["data"][0]
+    assert [int(cache.device_tables[o.table.index, 0]) for o in owners] == [o.table.blocks[0] for o in owners]
+
+
+@pytest.mark.parametrize("kind", ["slots", "paged"])
+def test_for_another_device_exactly_what_changed_is_noted(kind: str):
+    meta = torch.device("meta")
+    cache = (
+        SlotKVCache(LAYERS, 4, 2 * SIZE, meta) if kind == "slots"
+        else PagedKVCache(LAYERS, 8, SIZE, meta, max_num_seqs=3)
+    )  # fmt: skip
+    assert cache.device_tables.is_meta and cache.pools[1].keys.is_meta and cache.changes == {}
+    width, a, b = cache.tables.shape[1], Owner(), Owner()
+
+    def noted() -> dict[int, int]:
+        changes, cache.changes = cache.changes, {}
+        return changes
+
+    def entries(owner: Owner, begin: int = 0) -> dict[int, int]:
+        return {owner.table.index * width + i: block for i, block in enumerate(owner.table.blocks) if i >= begin}
+
+    assert cache.allocate(a, 5) and noted() == entries(a)
+    assert cache.allocate(a, 8) and noted() == {}  # there was room
+    assert cache.allocate(b, 3) and cache.allocate(b, SIZE + 1) and noted() == entries(b)  # of two times the sum
+    if kind == "paged":
+        assert cache.allocate(a, 9) and noted() == entries(a, 2)
+    cache.free(a)
+    assert noted() == {}  # the entries behind a request's blocks mean nothing
+    assert cache.allocate(a, 1) and noted() == entries(a)
+    assert not cache.allocate(Owner(), 99) and noted() == {}
+
+
+def test_a_larger_table_goes_to_the_device_as_a_whole():
+    class Far(PagedKVCache):
+        """As if its tables were copied to another device; `mirror` is what stands there."""
+
+        def _make_tables(self, tables: np.ndarray) -> None:
+            super()._make_tables(tables)
+            self.mirror = tables.copy().reshape(-1)
+
+    cache, owners = Far({}, 12, 1, torch.device("meta"), max_num_seqs=1), [Owner() for _ in range(6)]
+    for round_of_tokens in (1, 2):
+        for owner in owners:
+            assert cache.allocate(owner, round_of_tokens)
+            if owner is not owners[1]:  # a step in between, or none
+                for place, block in cache.changes.items():
+                    cache.mirror[place] = block
+                cache.changes.clear()
+    mirror = cache.mirror.reshape(cache.tables.shape)
+    assert [mirror[o.table.index, :2].tolist() for o in owners] == [o.table.blocks for o in owners]
 
 
 # -- room -------------------------------------------------------------------------------------------------------------
@@ -158,79 +254,62 @@ def test_block_sizes_that_are_not_possible(size: object):
 def test_a_refusal_changes_nothing():
     cache = make(blocks=5)
     first = join(cache, list(range(9)))  # 3 blocks
-    other = join(cache, list(range(50, 54)))
-    cache.free(other)  # cached
+    cache.free(join(cache, list(range(50, 54))))  # cached
     fork = cache.fork(first, 9)
-    newcomer = Owner(list(range(50, 70)))
-    found = cache.match(newcomer)
-    assert found.tokens == 4 and len(found.blocks) == 1
-    before = state(cache)
-    assert not cache.allocate(first, 21, 9)  # 3 more, 2 are free
-    assert not cache.allocate(first, 10, 9, reserve=3)
-    assert not cache.allocate(newcomer, 20, prefix=found)
-    assert not cache.allocate(newcomer, 8, prefix=found, reserve=1)  # the one found counts as one that is taken
-    assert not cache.allocate("child", 10, prefix=fork, reserve=2)  # so does a copy
-    assert not cache.allocate("anybody", 1, reserve=2)
-    assert state(cache) == before
-    assert cache.allocate(newcomer, 8, prefix=found)
-    cache.check_invariants()
-    assert cache.allocator.num_free == 0 and cache.block_table(newcomer)[0] == found.blocks[0]
+    newcomer, child, anybody = Owner(list(range(50, 70))), Owner(), Owner()
+    prefix = cache.find_prefix(newcomer)
+    assert prefix.tokens == 4 and len(prefix.blocks) == 1
+    owners = [first, newcomer, child, anybody]
+    before = state(cache, owners)
+    assert not cache.allocate(first, 21)  # 3 more, 2 are free
+    assert not cache.allocate(first, 13, reserve=2)
+    assert not cache.allocate(newcomer, 20, prefix=prefix)
+    assert not cache.allocate(newcomer, 8, prefix=prefix, reserve=1)  # the one that was found is taken too
+    assert not cache.allocate(child, 10, prefix=fork, reserve=2)  # so is a copy
+    assert not cache.allocate(anybody, 1, reserve=2)
+    assert state(cache, owners) == before
+    assert cache.allocate(newcomer, 8, prefix=prefix)
+    newcomer.num_computed = 4
+    cache.check_invariants([first, newcomer])
+    assert cache.allocator.num_free == 0 and newcomer.table.blocks[0] == prefix.blocks[0]
 
 
 @pytest.mark.parametrize("reserve", [0, 1, 2, 3])
 def test_reserved_blocks_stay_free(reserve: int):
-    cache = make(blocks=4, layers={})
-    assert cache.allocate("a", (4 - reserve) * SIZE, reserve=reserve) and cache.allocator.num_free == reserve
-    assert not cache.allocate("b", 1, reserve=reserve)
-    assert cache.allocate("a", (4 - reserve) * SIZE, 1, reserve=reserve)  # what needs nothing is given
+    cache, a, b = make(blocks=4, layers={}), Owner(), Owner()
+    assert cache.allocate(a, (4 - reserve) * SIZE, reserve=reserve) and cache.allocator.num_free == reserve
+    assert not cache.allocate(b, 1, reserve=reserve)
+    assert cache.allocate(a, (4 - reserve) * SIZE, reserve=reserve)  # what needs nothing is given
 
 
 def test_what_comes_back_can_be_given_again():
+    cache, a, b, nobody = make(blocks=4), Owner(), Owner(), Owner()
+    assert cache.allocate(a, 9) and not cache.allocate(b, 9)
+    cache.free(a), cache.free(a), cache.free(nobody)
+    assert cache.blocks_used == 0 and a.table is None
+    assert cache.allocate(b, 16)
+    cache.check_invariants([b])
+
+
+def test_after_a_reset_everything_is_free_and_nothing_is_found():
     cache = make(blocks=4)
-    assert cache.allocate("a", 9) and not cache.allocate("b", 9)
-    cache.free("a"), cache.free("a"), cache.free("nobody")
-    assert cache.blocks_used == 0 and cache.tables == {}
-    assert cache.allocate("b", 16)
-    cache.check_invariants({"b": 0})
+    cache.free(join(cache, [1] * 5)), join(cache, [2] * 7)
+    cache.reset()
+    assert cache.allocator.num_free == 4 and cache.allocator.num_cached == 0
+    assert cache.find_prefix(Owner([1] * 5)) == cache.find_prefix(Owner([2] * 7)) == NO_PREFIX
+    again = join(cache, [2] * 16)
+    assert holds(cache, again, 16)
+    cache.check_invariants([again])
 
 
-def test_a_step_that_was_broken_off_gives_back_what_the_next_does_not_need():
+def test_what_was_left_in_a_block_is_no_part_of_a_request():
+    """Nothing is wiped: rows that a request has written are its own, and the rest is for nobody to read."""
     cache = make(blocks=6)
-    owner = Owner(list(range(30)))
-    cache.allocate(owner, 2)
-    write(cache, owner, 0, 2)
-    assert cache.allocate(owner, 18, 2) and cache.blocks_used == 5
-    write(cache, owner, 2, 18, torch.nan)  # it had got that far
-    assert cache.allocate(owner, 7, 2)
-    assert cache.blocks_used == 2 and cache.tables[owner].tokens == 7 and tail_is_zero(cache, owner)
-    write(cache, owner, 2, 7)
-    assert holds(cache, owner, 7)
-    cache.check_invariants({owner: 7})
-
-
-# -- wiping -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tokens", range(1, 10))
-def test_rows_behind_a_requests_tokens_are_zeros_whatever_was_left_there(tokens: int):
-    cache = make(blocks=5)
     poison(cache)
-    owner = Owner(list(range(20)))
-    assert cache.allocate(owner, tokens) and tail_is_zero(cache, owner)
-    write(cache, owner, 0, tokens)
-    for end in range(tokens + 1, 14):
-        assert cache.allocate(owner, end, end - 1) and tail_is_zero(cache, owner)
-        write(cache, owner, end - 1, end)
-    assert holds(cache, owner, 13)
-    assert torch.isnan(cache.pools[0].keys).any()  # blocks that nobody asked for are left alone
-
-
-def test_what_is_wiped_is_nobody_elses():
-    cache = make(blocks=6)
-    one, two = join(cache, list(range(8))), join(cache, list(range(20, 26)))
-    cache.allocate(Owner(), 1)
-    cache.allocate(one, 9, 8)
-    assert holds(cache, one, 8) and holds(cache, two, 6)
+    one = join(cache, list(range(8)))
+    two = join(cache, list(range(20, 26)))
+    assert cache.allocate(one, 9) and holds(cache, one, 8) and holds(cache, two, 6)
+    assert torch.isnan(cache.pools[0].keys).any()
 
 
 # -- copy-on-write ----------------------------------------------------------------------------------------------------
@@ -243,20 +322,21 @@ def test_a_fork_shares_full_blocks_and_copies_the_one_that_it_writes_to(tokens: 
     poison(cache)
     parent = join(cache, list(range(30, 42)), tokens)
     prefix = cache.fork(parent, tokens)
-    assert prefix.forked and prefix.tokens == tokens and list(prefix.blocks) == cache.block_table(parent)
+    assert prefix.forked and prefix.tokens == tokens and list(prefix.blocks) == parent.table.blocks
     assert len(prefix.keys) == (tokens // SIZE if caching else 0)
     child = Owner([*parent.ids[:tokens], 77, 78, 79, 80, 81])
     assert cache.allocate(child, tokens + 1, prefix=prefix)
-    cache.check_invariants()
-    mine, its = cache.block_table(child), cache.block_table(parent)
+    child.num_computed = tokens
+    cache.check_invariants([parent, child])
+    mine, its = child.table.blocks, parent.table.blocks
     full, rest = divmod(tokens, SIZE)
     assert mine[:full] == its[:full] and not set(mine[full:]) & set(its)
     assert cache.bytes_copied == rest * cache.bytes_per_token
     assert cache.allocator.num_shared == full
-    assert holds(cache, child, tokens) and holds(cache, parent, tokens) and tail_is_zero(cache, child)
+    assert holds(cache, child, tokens) and holds(cache, parent, tokens)
 
     write(cache, child, tokens, tokens + 1)
-    assert cache.allocate(parent, tokens + 1, tokens)
+    assert cache.allocate(parent, tokens + 1)
     write(cache, parent, tokens, tokens + 1)
     assert cache.bytes_copied == rest * cache.bytes_per_token  # nobody shares it any more
     assert holds(cache, child, tokens + 1) and holds(cache, parent, tokens + 1)
@@ -265,19 +345,16 @@ def test_a_fork_shares_full_blocks_and_copies_the_one_that_it_writes_to(tokens: 
     assert holds(cache, child, tokens + 1)
     cache.free(child)
     assert cache.blocks_used == 0
-    cache.check_invariants({})
+    cache.check_invariants([])
 
 
-def test_a_parent_that_writes_first_copies_too():
-    """Two hold an unfilled block, as when a child has been given a table and nothing to write yet."""
+def test_a_fork_of_a_parent_that_has_gone_on_copies_what_they_share_alone():
     cache = make(blocks=6, enable_prefix_caching=False)
-    parent = join(cache, list(range(6)))
-    last = cache.block_table(parent)[-1]
-    cache.allocator.share(last)  # somebody who only reads
-    assert cache.allocate(parent, 7, 6)
-    assert cache.block_table(parent)[-1] != last and cache.allocator.references(last) == 1
-    assert cache.bytes_copied == 2 * cache.bytes_per_token
-    assert holds(cache, parent, 6) and tail_is_zero(cache, parent)
+    parent = join(cache, list(range(8)))
+    child = Owner([*range(6), 90, 91])
+    assert cache.allocate(child, 7, prefix=cache.fork(parent, 6))
+    assert cache.bytes_copied == 2 * cache.bytes_per_token and holds(cache, child, 6)
+    assert not cache.pools[0].keys[child.table.row(6)].any()  # the parent's token is not in it
 
 
 def test_four_answers_to_one_prompt_by_hand():
@@ -286,21 +363,23 @@ def test_four_answers_to_one_prompt_by_hand():
     children = [Owner([*range(10), 90 + i]) for i in range(3)]
     for child in children:
         assert cache.allocate(child, 11, prefix=cache.fork(parent, 10))
-        write(cache, child, 10, 11)
+        compute(cache, child, 10, 11)
+    everybody = [parent, *children]
     assert cache.blocks_used == 3 + 3 and cache.allocator.num_shared == 2
     assert cache.bytes_copied == 3 * 2 * cache.bytes_per_token
-    assert cache.tokens_used == 8 + 2 + 3 * 3 and cache.tail_tokens == 2 + 3 * 1
+    assert cache.tokens_used(everybody) == 8 + 2 + 3 * 3 and cache.tail_tokens(everybody) == 2 + 3 * 1
     assert all(holds(cache, child, 11) for child in children) and holds(cache, parent, 10)
-    assert not cache.allocate("more", 9) and cache.allocate("more", 8)
+    more = Owner()
+    assert not cache.allocate(more, 9) and cache.allocate(more, 8)
 
 
 def test_a_copy_that_finds_no_block_is_refused():
     cache = make(blocks=3, enable_prefix_caching=False)
-    parent = join(cache, list(range(9)))
-    before = state(cache)
-    assert not cache.allocate("child", 10, prefix=cache.fork(parent, 9))
-    assert state(cache) == before
-    assert cache.allocate(parent, 10, 9)  # its own block
+    parent, child = join(cache, list(range(9))), Owner()
+    before = state(cache, [parent, child])
+    assert not cache.allocate(child, 10, prefix=cache.fork(parent, 9))
+    assert state(cache, [parent, child]) == before
+    assert cache.allocate(parent, 10)  # its own block
     cache.free(parent)
     assert cache.blocks_used == 0
 
@@ -322,11 +401,10 @@ def test_keys_are_chained_and_tell_tokens_apart():
 def test_a_prefix_is_found_while_its_owner_runs_and_after():
     cache = make()
     owner = join(cache, list(range(10)))
-    newcomer = Owner([*range(9), 99, 98])
+    blocks, newcomer = owner.table.blocks[:2], Owner([*range(9), 99, 98])
     for _ in range(2):
-        prefix = cache.match(newcomer)
-        assert (prefix.tokens, prefix.forked, len(prefix.keys)) == (8, False, 2)
-        assert cache.tables.get(owner) is None or list(prefix.blocks) == cache.block_table(owner)[:2]
+        prefix = cache.find_prefix(newcomer)
+        assert (prefix.tokens, prefix.forked, len(prefix.keys), list(prefix.blocks)) == (8, False, 2, blocks)
         cache.free(owner)
     assert cache.allocator.num_cached == 2 and cache.allocate(newcomer, 11, prefix=prefix)
     assert cache.allocator.num_cached == 0 and cache.bytes_copied == 0
@@ -337,30 +415,32 @@ def test_a_prefix_is_found_while_its_owner_runs_and_after():
 def test_a_newcomer_computes_at_least_one_token():
     cache = make()
     join(cache, list(range(12)))
-    assert [cache.match(Owner(list(range(n)))).tokens for n in range(1, 14)] == [0] * 4 + [4] * 4 + [8] * 4 + [12]
+    prefixes = [cache.find_prefix(Owner(list(range(n)))).tokens for n in range(1, 14)]
+    assert prefixes == [0] * 4 + [4] * 4 + [8] * 4 + [12]
 
 
 def test_equal_blocks_behind_different_beginnings_are_not_taken_for_each_other():
     """Keys and values depend on all that came before."""
     cache = make()
     join(cache, [1, 1, 1, 1, 7, 7, 7, 7, 5])
-    assert cache.match(Owner([2, 2, 2, 2, 7, 7, 7, 7, 5])) == NO_PREFIX
-    assert cache.match(Owner([7, 7, 7, 7, 5])) == NO_PREFIX  # the same tokens, at another position
-    assert cache.match(Owner([1, 1, 1, 1, 8, 8, 8, 8, 5])).tokens == 4
+    assert cache.find_prefix(Owner([2, 2, 2, 2, 7, 7, 7, 7, 5])) == NO_PREFIX
+    assert cache.find_prefix(Owner([7, 7, 7, 7, 5])) == NO_PREFIX  # the same tokens, at another position
+    assert cache.find_prefix(Owner([1, 1, 1, 1, 8, 8, 8, 8, 5])).tokens == 4
 
 
 def test_only_what_was_computed_can_be_found():
     cache = make()
     owner, asks = Owner(list(range(20))), Owner(list(range(20)))
     cache.allocate(owner, 14)
-    assert cache.match(asks) == NO_PREFIX
-    for computed, found in [(3, 0), (4, 4), (7, 4), (8, 8), (14, 12)]:
-        cache.commit(owner, computed)
-        assert cache.match(asks).tokens == found
-    cache.check_invariants({owner: 14})
+    assert cache.find_prefix(asks) == NO_PREFIX
+    for computed, tokens in [(3, 0), (4, 4), (7, 4), (8, 8), (14, 12)]:
+        owner.num_computed = computed
+        cache.cache_blocks(owner)
+        assert cache.find_prefix(asks).tokens == tokens
+    cache.check_invariants([owner])
     broken = Owner(list(range(50, 70)))
     cache.allocate(broken, 16), cache.free(broken)  # its step failed
-    assert cache.match(Owner(list(range(50, 70)))) == NO_PREFIX
+    assert cache.find_prefix(Owner(list(range(50, 70)))) == NO_PREFIX
 
 
 def test_tokens_of_an_answer_are_found_too():
@@ -368,13 +448,20 @@ def test_tokens_of_an_answer_are_found_too():
     owner = join(cache, list(range(6)))
     for token in range(6, 13):
         owner.ids.append(token)
-        assert cache.allocate(owner, len(owner.ids), len(owner.ids) - 1)
-        write(cache, owner, token, token + 1)
-        cache.commit(owner, len(owner.ids))
+        assert cache.allocate(owner, len(owner.ids))
+        compute(cache, owner, token, token + 1)
     cache.free(owner)
     again = Owner([*range(13), 99, 98])
-    prefix = cache.match(again)
+    prefix = cache.find_prefix(again)
     assert prefix.tokens == 12 and cache.allocate(again, 13, prefix=prefix) and holds(cache, again, 12)
+
+
+def test_a_request_that_waits_is_looked_up_in_every_step_and_hashed_once(monkeypatch: pytest.MonkeyPatch):
+    cache, calls = make(), []
+    join(cache, list(range(13)))
+    monkeypatch.setattr("minfer_lib.cache.paged.block_key", lambda *args: calls.append(args) or block_key(*args))
+    asks = Owner(list(range(13)))
+    assert [cache.find_prefix(asks).tokens for _ in range(5)] == [12] * 5 and len(calls) == 3
 
 
 def test_two_who_compute_the_same_at_the_same_time():
@@ -384,23 +471,33 @@ def test_two_who_compute_the_same_at_the_same_time():
         cache.allocate(owner, 9)
         write(cache, owner, 0, 9)
     for owner in (two, one):
-        cache.commit(owner, 9)
-    assert list(cache.match(Owner(list(range(9)))).blocks) == cache.block_table(two)[:2]
+        owner.num_computed = 9
+        cache.cache_blocks(owner)
+    assert list(cache.find_prefix(Owner(list(range(9)))).blocks) == two.table.blocks[:2]
     cache.free(one)
     assert cache.allocator.num_cached == 0  # its blocks were never found
     child = Owner([*range(9), 5, 5, 5, 5])
-    assert cache.allocate(child, 13, prefix=cache.match(child))
-    write(cache, child, 8, 13)
-    cache.commit(child, 13)
+    assert cache.allocate(child, 13, prefix=cache.find_prefix(child))
+    compute(cache, child, 8, 13)
     cache.free(two), cache.free(child)
-    assert cache.allocator.num_cached == 3 and cache.match(Owner([*child.ids, 0])).tokens == 12
-    cache.check_invariants({})
+    assert cache.allocator.num_cached == 3 and cache.find_prefix(Owner([*child.ids, 0])).tokens == 12
+    cache.check_invariants([])
 
 
 def test_without_prefix_caching_nothing_is_found_or_kept():
     cache = make(enable_prefix_caching=False)
     owner = join(cache, list(range(10)))
-    assert cache.match(Owner(list(range(10)))) == NO_PREFIX
+    assert cache.find_prefix(Owner(list(range(10)))) == NO_PREFIX
+    cache.free(owner)
+    assert cache.allocator.num_cached == 0
+
+
+def test_what_is_forgotten_of_a_request_is_found_by_nobody():
+    cache = make()
+    join(cache, list(range(4)))
+    owner = join(cache, list(range(12)))
+    cache.forget_blocks(owner)
+    assert cache.find_prefix(Owner(list(range(12)))) == NO_PREFIX
     cache.free(owner)
     assert cache.allocator.num_cached == 0
 
@@ -408,20 +505,23 @@ def test_without_prefix_caching_nothing_is_found_or_kept():
 def test_of_a_text_the_end_is_evicted_first_and_of_texts_the_one_unused_for_longest():
     cache = make(blocks=6)
     texts = {name: [ord(name)] * 9 for name in "abc"}
+
+    def tokens(name: str) -> int:
+        return cache.find_prefix(Owner(texts[name])).tokens
+
     for name in "ab":
         cache.free(join(cache, texts[name]))
-    blocks = {name: cache.match(Owner(texts[name])).blocks for name in "ab"}
+    blocks = {name: cache.find_prefix(Owner(texts[name])).blocks for name in "ab"}
     assert cache.allocator.cached == (*blocks["a"][::-1], *blocks["b"][::-1])
     cache.free(join(cache, texts["a"]))  # used again
     assert cache.allocator.cached == (*blocks["b"][::-1], *blocks["a"][::-1])
     taken = Owner([0] * 12)
     cache.allocate(taken, 12)  # two were empty: the third costs b its end
-    assert cache.allocator.evictions == 1
-    assert cache.match(Owner(texts["b"])).tokens == 4 and cache.match(Owner(texts["a"])).tokens == 8
-    cache.allocate(taken, 17, 12)
-    assert cache.match(Owner(texts["b"])).tokens == 0 and cache.match(Owner(texts["a"])).tokens == 4
-    assert cache.allocator.evictions == 3 == cache.report()["prefix_evictions"]
-    cache.check_invariants()
+    assert cache.allocator.evictions == 1 and (tokens("b"), tokens("a")) == (4, 8)
+    cache.allocate(taken, 17)
+    assert (tokens("b"), tokens("a")) == (0, 4)
+    assert cache.allocator.evictions == 3 == cache.report([taken])["prefix_evictions"]
+    cache.check_invariants([taken])
 
 
 def test_a_block_that_is_found_is_not_evicted_to_make_room_for_who_found_it():
@@ -429,41 +529,79 @@ def test_a_block_that_is_found_is_not_evicted_to_make_room_for_who_found_it():
     cache.free(join(cache, [1] * 9))
     cache.free(join(cache, [2] * 4))
     newcomer = Owner([1] * 16)
-    prefix = cache.match(newcomer)
+    prefix = cache.find_prefix(newcomer)
     assert prefix.tokens == 8 and cache.allocate(newcomer, 16, prefix=prefix)  # all of the pool
-    assert cache.block_table(newcomer)[:2] == list(prefix.blocks) and len(set(cache.block_table(newcomer))) == 4
-    assert holds(cache, newcomer, 8) and cache.match(Owner([2] * 9)) == NO_PREFIX
-    cache.check_invariants()
+    assert newcomer.table.blocks[:2] == list(prefix.blocks) and len(set(newcomer.table.blocks)) == 4
+    assert holds(cache, newcomer, 8) and cache.find_prefix(Owner([2] * 9)) == NO_PREFIX
+    newcomer.num_computed = 8
+    cache.check_invariants([newcomer])
+
+
+# -- when cached contents are given up --------------------------------------------------------------------------------
+
+
+def test_running_requests_keep_their_blocks_and_others_find_nothing_of_them():
+    cache = make()
+    running, gone = join(cache, list(range(6))), join(cache, [9] * 5)
+    cache.free(gone)
+    cache.reset_prefix_cache()
+    assert cache.allocator.num_cached == 0 and cache.find_prefix(Owner([9] * 5)) == NO_PREFIX
+    running.ids += range(6, 12)
+    assert cache.allocate(running, 12)
+    compute(cache, running, 6, 12)
+    assert holds(cache, running, 12) and cache.find_prefix(Owner(list(range(13)))) == NO_PREFIX
+    cache.free(running)
+    assert cache.allocator.num_cached == 0
+    newcomer = join(cache, list(range(9)))
+    assert cache.find_prefix(Owner(list(range(9)))).tokens == 8
+    cache.check_invariants([newcomer])
+
+
+@pytest.mark.xfail(
+    reason="a fork of an older request counts as one of now, and registers blocks computed over old ones"
+)
+def test_what_a_fork_of_an_older_request_computes_is_found_by_nobody():
+    cache = make(blocks=12)
+    parent = join(cache, list(range(8)))
+    cache.reset_prefix_cache()  # the weights have changed: the parent's keys are old
+    child = Owner([*range(8), 50, 51, 52, 53])
+    assert cache.allocate(child, 12, prefix=cache.fork(parent, 8))
+    compute(cache, child, 8, 12)  # over old keys
+    join(cache, list(range(9)))  # new keys of the same prompt
+    assert cache.find_prefix(Owner([*child.ids, 0])).tokens == 8
 
 
 # -- what `check_invariants` finds ------------------------------------------------------------------------------------
 
 
-def busy() -> tuple[PagedKVCache, dict[Owner, int]]:
+def busy() -> tuple[PagedKVCache, list[Owner]]:
     cache = make(blocks=8)
-    one, two = join(cache, list(range(10))), join(cache, [*range(8), 50])
+    owners = [join(cache, list(range(10))), join(cache, [*range(8), 50])]
     assert cache.allocator.num_shared == 2
-    return cache, {one: 10, two: 9}
+    return cache, owners
 
 
-Table = Callable[[PagedKVCache, BlockTable, dict], object]
-BREAKS: dict[str, Table] = {
-    "a block too few": lambda c, t, n: c.allocator.free(t.blocks.pop()),
-    "a block too many": lambda c, t, n: t.blocks.append(c.allocator.allocate()),
-    "a block twice": lambda c, t, n: (t.blocks.__setitem__(1, t.blocks[0]), c.allocator.share(t.blocks[0])),
-    "a block that was not allocated": lambda c, t, n: t.blocks.__setitem__(-1, 7),
-    "a reference that nobody holds": lambda c, t, n: c.allocator.share(t.blocks[-1]),
-    "more keys than full blocks": lambda c, t, n: t.keys.append(b"x"),
-    "more computed than there is room for": lambda c, t, n: n.update({next(iter(n)): 11}),
-    "runs without a table": lambda c, t, n: n.update({Owner(): 0}),
-    "a table of somebody who does not run": lambda c, t, n: n.popitem(),
+Break = Callable[[PagedKVCache, BlockTable, list[Owner]], object]
+BREAKS: dict[str, Break] = {
+    "a block too few": lambda c, t, o: c.allocator.free(t.blocks.pop()),
+    "a block too many": lambda c, t, o: t.blocks.append(c.allocator.allocate()),
+    "a block twice": lambda c, t, o: (t.blocks.__setitem__(1, t.blocks[0]), c.allocator.share(t.blocks[0])),
+    "a block that was not allocated": lambda c, t, o: t.blocks.__setitem__(-1, 7),
+    "a reference that nobody holds": lambda c, t, o: c.allocator.share(t.blocks[-1]),
+    "more keys than full blocks": lambda c, t, o: t.keys.append(b"x"),
+    "more computed than there is room for": lambda c, t, o: setattr(o[0], "num_computed", 13),
+    "room for more than its blocks": lambda c, t, o: setattr(t, "capacity", 16),
+    "another row of the tables": lambda c, t, o: setattr(t, "index", 9),
+    "a row that another has too": lambda c, t, o: setattr(t, "index", o[1].table.index),
+    "a row that says otherwise": lambda c, t, o: c.tables.__setitem__((t.index, 2), 0),
+    "a table of somebody who does not run": lambda c, t, o: o.pop(),
 }
 
 
 @pytest.mark.parametrize("how", BREAKS)
 def test_a_broken_state_is_found(how: str):
-    cache, computed = busy()
-    cache.check_invariants(computed)
-    BREAKS[how](cache, cache.tables[next(iter(computed))], computed)
+    cache, owners = busy()
+    cache.check_invariants(owners)
+    BREAKS[how](cache, owners[0].table, owners)
     with pytest.raises(InvariantBroken):
-        cache.check_invariants(computed)
+        cache.check_invariants(owners)
