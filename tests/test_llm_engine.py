@@ -1,107 +1,70 @@
-"""`LLMEngine`: in any company, at any chunk size, and whatever breaks, each request gets the answer it gets alone."""
+"""`LLMEngine`: in any company, at any chunk size, whatever breaks, each request gets the answer it gets alone.
+
+Over slots and over pages alike: what is special to pages is in test_paged_engine.py.
+"""
 
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import itertools
 import math
-import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import psutil
 import pytest
 import torch
-from breaking import break_forward
+from engines import (
+    ANSWERS,
+    KINDS,
+    LONGEST,
+    MIX,
+    acting,
+    alone,
+    answers,
+    assert_idle,
+    break_forward,
+    by_id,
+    each,
+    free,
+    raising,
+    run,
+    skip_without_backend,
+    tokens,
+    watched,
+)
 from families import PROMPTS, hf_generate, saying
 
-from minfer_lib import LanguageModel, LLMEngine, RequestOutput, SamplingParams, StreamPiece, load_model
-from minfer_lib.attention import interface as attention
-from minfer_lib.attention.support import supported_layers
-from minfer_lib.engine import cache_size, interrupts
-from minfer_lib.engine import runner as model_runner
+from minfer_lib import CachedEngine, LanguageModel, LLMEngine, SamplingParams, StreamPiece, load_model
+from minfer_lib.attention import support
+from minfer_lib.engine import cache_size
 from minfer_lib.errors import GenerationFailed, InvalidParameter, InvalidPrompt, PromptTooLong, UnsupportedModel
+from minfer_lib.generation.request import Request
+from minfer_lib.models import hf_compat
 
 Family = Callable[[str], LanguageModel]
 Make = Callable[..., LLMEngine]
 
-FAMILIES = ["llama", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "qwen3_moe", "gpt_oss"]
-# Prompts of 1 to 37 tokens, and answers of 6 to 12, so that they join and leave at different steps.
-MIX = [*PROMPTS, list(range(20, 57)), [7, 7], list(range(100, 119)), [11, 3, 11, 3, 5]]
-ANSWERS = [10, 12, 7, 9, 6, 11, 8, 10]
-LONGEST = 64
-
-_oracles: dict[tuple, list[int]] = {}
+FAMILIES = ["llama", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 
 
-def alone(lm: LanguageModel, prompt: Sequence[int], count: int, eos_ids: frozenset[int] = frozenset()) -> list[int]:
-    """What `model.generate` says."""
-    key = (lm.name, lm.dtype, tuple(prompt), eos_ids)
-    if len(_oracles.get(key, [])) < count:
-        _oracles[key] = hf_generate(lm, prompt, max(count, 12), eos_ids)
-    return _oracles[key][:count]
+def maker(kind: str) -> Make:
+    """make(lm, ...): a watched engine of a kind."""
+    skip_without_backend(KINDS[kind])
+    return lambda lm, **options: watched(lm, **(KINDS[kind] | options))
 
 
-def answers(lm: LanguageModel) -> list[list[int]]:
-    return [alone(lm, prompt, count) for prompt, count in zip(MIX, ANSWERS, strict=True)]
+@pytest.fixture(params=KINDS)
+def make(request: pytest.FixtureRequest) -> Make:
+    return maker(request.param)
 
 
-def free(count: int = 8, **others: object) -> SamplingParams:
-    """Greedy, EOS ignored."""
-    return SamplingParams(**(dict(max_tokens=count, ignore_eos=True) | others))
-
-
-def each() -> list[SamplingParams]:
-    return [free(count) for count in ANSWERS]
-
-
-def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    return [output.token_ids for output in outputs]
-
-
-def watched(lm: LanguageModel, **options: object) -> LLMEngine:
-    """An engine that is looked at after each step, also after one that raised."""
-    engine = LLMEngine(lm, **(dict(max_model_len=LONGEST) | options))
-    advance, implementation = engine._advance, lm.model.config._attn_implementation
-
-    def checked() -> None:
-        try:
-            advance()
-        finally:
-            engine.check_invariants()
-            assert lm.model.config._attn_implementation == implementation != "minfer"
-            assert len(engine.scheduler.running) <= engine.max_num_seqs
-
-    engine._advance = checked
-    return engine
-
-
-def run(engine: LLMEngine, most: int = 1000) -> list[RequestOutput]:
-    """Steps until nothing is left."""
-    outputs = []
-    while engine.has_unfinished():
-        outputs += engine.step()
-        most -= 1
-        assert most, "does not end"
-    assert_idle(engine)
-    return outputs
-
-
-def by_id(outputs: Sequence[RequestOutput]) -> dict[str, list[int]]:
-    result = {output.request_id: output.token_ids for output in outputs}
-    assert len(result) == len(outputs), "an output twice"
-    return result
-
-
-def assert_idle(engine: LLMEngine) -> None:
-    """Nothing of anybody is left."""
-    engine.check_invariants()
-    stats = engine.stats()
-    assert stats["waiting"] == stats["running"] == stats["kv_bytes_used"] == 0
-    assert not engine._owned and not engine.has_unfinished() and engine.step() == []
-    for pool in engine.cache.pools.values():
-        assert not pool.keys.any() and not pool.values.any()
+@pytest.fixture(params=["slots", "pages, compiled"])
+def make_roomy(request: pytest.FixtureRequest) -> Make:
+    """Engines that have room for all, for tests that say who runs when."""
+    return maker(request.param)
 
 
 # -- the same tokens in any mix ---------------------------------------------------------------------------------------
@@ -118,19 +81,31 @@ BUDGETS = [(1, 1), (1, 5), (3, 2), (3, 8), (16, 3), (16, 8), (1000, 1), (1000, 8
 
 
 @pytest.mark.parametrize(("budget", "seqs"), BUDGETS)
-def test_any_budget_and_any_number_at_once(family: Family, budget: int, seqs: int):
+def test_any_budget_and_any_number_at_once(family: Family, budget: int, seqs: int, make: Make):
     lm = family("llama")
-    engine = watched(lm, max_num_seqs=seqs, max_num_batched_tokens=budget)
+    engine = make(lm, max_num_seqs=seqs, max_num_batched_tokens=budget)
     assert tokens(engine.generate(MIX, each())) == answers(lm)
     assert tokens(engine.generate(MIX[::-1], each()[::-1])) == answers(lm)[::-1]  # slots are used again, by others
     assert_idle(engine)
 
 
-@pytest.mark.parametrize(("budget", "seqs"), [(1, 3), (3, 8), (16, 3), (1000, 8)])
+@pytest.mark.parametrize(
+    ("kind", "budget", "seqs"),
+    [
+        ("slots", 1, 3),
+        ("slots", 1000, 8),
+        ("slots, compiled", 3, 8),
+        ("slots, compiled", 16, 3),
+        ("pages", 16, 3),
+        ("pages, compiled", 3, 8),
+        ("pages, compiled", 1000, 8),
+        ("few pages", 11, 5),
+    ],
+)
 @pytest.mark.parametrize("name", FAMILIES[1:])
-def test_families(family: Family, name: str, budget: int, seqs: int):
+def test_families(family: Family, name: str, kind: str, budget: int, seqs: int):
     lm = family(name)
-    engine = watched(lm, max_num_seqs=seqs, max_num_batched_tokens=budget)
+    engine = maker(kind)(lm, max_num_seqs=seqs, max_num_batched_tokens=budget)
     assert tokens(engine.generate(MIX, each())) == answers(lm)
     assert_idle(engine)
 
@@ -148,9 +123,9 @@ def test_slots_and_requests_at_once_may_differ(family: Family, blocks: int):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize(("budget", "seqs"), [(4, 3), (32, 8)])
-def test_requests_join_while_others_decode(family: Family, name: str, budget: int, seqs: int):
+def test_requests_join_while_others_decode(family: Family, name: str, budget: int, seqs: int, make: Make):
     lm = family(name)
-    engine = watched(lm, max_num_seqs=seqs, max_num_batched_tokens=budget, trace=True)
+    engine = make(lm, max_num_seqs=seqs, max_num_batched_tokens=budget, trace=True)
     outputs, waiting = [], list(range(len(MIX)))
     while waiting or engine.has_unfinished():
         if waiting and len(engine.steps) % 3 == 0:
@@ -164,21 +139,21 @@ def test_requests_join_while_others_decode(family: Family, name: str, budget: in
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
-def test_early_eos(family: Family, name: str):
+def test_early_eos(family: Family, name: str, make: Make):
     lm = family(name)
     said = answers(lm)
     eos_ids = frozenset({said[0][5], said[4][3], said[6][6]})
     expected = [alone(lm, prompt, 12, eos_ids)[:count] for prompt, count in zip(MIX, ANSWERS, strict=True)]
     assert sum(len(short) < len(long) for short, long in zip(expected, said, strict=True)) >= 3
-    engine = watched(dataclasses.replace(lm, eos_ids=eos_ids), max_num_seqs=3, max_num_batched_tokens=11)
+    engine = make(dataclasses.replace(lm, eos_ids=eos_ids), max_num_seqs=3, max_num_batched_tokens=11)
     outputs = engine.generate(MIX, [free(count, ignore_eos=False) for count in ANSWERS])
     assert tokens(outputs) == expected
     assert [o.finish_reason for o in outputs] == ["stop" if o.token_ids[-1] in eos_ids else "length" for o in outputs]
 
 
-def test_priorities_change_the_order_and_no_token(family: Family):
+def test_priorities_change_the_order_and_no_token(family: Family, make: Make):
     lm = family("llama")
-    engine = watched(lm, max_num_seqs=2, max_num_batched_tokens=6)
+    engine = make(lm, max_num_seqs=2, max_num_batched_tokens=6)
     for i, (prompt, params) in enumerate(zip(MIX, each(), strict=True)):
         engine.add_request(prompt, params, request_id=str(i), priority=-i / 2)
     outputs = run(engine)
@@ -189,10 +164,10 @@ def test_priorities_change_the_order_and_no_token(family: Family):
 
 @pytest.mark.parametrize("step", [0, 1, 4, 9])
 @pytest.mark.parametrize("budget", [3, 100])
-def test_aborts_leave_the_others_as_they_were(family: Family, step: int, budget: int):
+def test_aborts_leave_the_others_as_they_were(family: Family, step: int, budget: int, make: Make):
     """At every moment somebody waits, somebody is in the middle of his prompt, and somebody decodes."""
     lm = family("mistral")
-    engine = watched(lm, max_num_seqs=4, max_num_batched_tokens=budget)
+    engine = make(lm, max_num_seqs=4, max_num_batched_tokens=budget)
     ids = [engine.add_request(prompt, params) for prompt, params in zip(MIX, each(), strict=True)]
     outputs = [o for _ in range(step) for o in engine.step()]
     victims = ids[1::2]
@@ -212,9 +187,9 @@ def test_aborts_leave_the_others_as_they_were(family: Family, step: int, budget:
             assert output.token_ids == expected and output.finish_reason == "length"
 
 
-def test_where_an_abort_finds_a_request(family: Family):
+def test_where_an_abort_finds_a_request(family: Family, make_roomy: Make):
     lm = family("llama")
-    engine = watched(lm, max_num_seqs=2, max_num_batched_tokens=4)
+    engine = make_roomy(lm, max_num_seqs=2, max_num_batched_tokens=4)
     for name, prompt in [("decodes", MIX[1]), ("prefills", MIX[4]), ("waits", MIX[0])]:
         engine.add_request(prompt, free(10), request_id=name)
     for _ in range(4):
@@ -230,9 +205,9 @@ def test_where_an_abort_finds_a_request(family: Family):
     assert_idle(engine)
 
 
-def test_time_limits_by_an_injected_clock(family: Family):
+def test_time_limits_by_an_injected_clock(family: Family, make_roomy: Make):
     lm, now = family("llama"), [100.0]
-    engine = watched(lm, max_num_seqs=2, max_num_batched_tokens=4, clock=lambda: now[0])
+    engine = make_roomy(lm, max_num_seqs=2, max_num_batched_tokens=4, clock=lambda: now[0])
     limits = {"decodes": 3.5, "prefills": 2.0, "waits": 1.0, "at once": 0, "has time": 1e9, "has more": None}
     prompts = [MIX[1], MIX[4], MIX[0], MIX[3], MIX[2], MIX[5]]
     for (name, limit), prompt in zip(limits.items(), prompts, strict=True):
@@ -252,9 +227,9 @@ def test_time_limits_by_an_injected_clock(family: Family):
     assert_idle(engine)
 
 
-def test_smollm2(smollm2: LanguageModel):
+def test_smollm2(smollm2: LanguageModel, make: Make):
     prompts = [smollm2.chat_ids("What is the capital of France?"), smollm2.encode("The three primary colours are red,")]
-    engine = watched(smollm2, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=128)
+    engine = make(smollm2, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=128)
     stream = engine.stream(prompts[0], SamplingParams(max_tokens=12))
     said = list(next(stream).token_ids)
     engine.add_request(prompts[1], SamplingParams(max_tokens=8))
@@ -264,9 +239,9 @@ def test_smollm2(smollm2: LanguageModel):
     assert tokens(run(engine)) == [hf_generate(smollm2, prompts[1], 8, smollm2.eos_ids)]
 
 
-def test_inside_and_outside_of_inference_mode(tiny: LanguageModel):
+def test_inside_and_outside_of_inference_mode(tiny: LanguageModel, make: Make):
     with torch.inference_mode():
-        engine = watched(tiny)
+        engine = make(tiny)
         stream = engine.stream("ab", free())
         said = list(next(stream).token_ids)
     said += next(stream).token_ids
@@ -276,25 +251,25 @@ def test_inside_and_outside_of_inference_mode(tiny: LanguageModel):
 
 
 @pytest.mark.parametrize("seqs", [1, 3])
-def test_bfloat16_stays_close_whatever_shares_the_row(seqs: int):
+def test_bfloat16_stays_close_whatever_shares_the_row(seqs: int, make_roomy: Make):
     """Tokens may differ there; logits of the same tokens, fed step by step, must not differ by more than rounding."""
     lm = load_model("tiny-random", dtype="bfloat16", device="cpu")
     wide = copy.deepcopy(lm.model).float()
     sequences = [list(range(40, 62)), list(range(90, 120)), [5, 200, 7] * 4]
-    engine = watched(lm, max_num_seqs=seqs, max_num_batched_tokens=7)
-    sample, compared = engine.runner.sample, 0
+    engine = make_roomy(lm, max_num_seqs=seqs, max_num_batched_tokens=7)
+    launch, compared = engine.runner.sampler.launch, 0
 
-    def compare(logits: torch.Tensor, inputs: object) -> object:
+    def compare(logits: torch.Tensor, requests: list[Request]) -> object:
         nonlocal compared
-        for row, chunk in enumerate(inputs.sampled):
-            ids = chunk.request.prompt_token_ids + chunk.request.token_ids
+        for row, request in enumerate(requests):
+            ids = request.prompt_token_ids + request.token_ids
             with torch.no_grad():
                 exact = wide(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
             assert (logits[row].float() - exact).abs().max() < 0.15 * exact.abs().max()
             compared += 1
-        return sample(logits, inputs)
+        return launch(logits, requests)
 
-    engine.runner.sample = compare
+    engine.runner.sampler.launch = compare
     outputs = engine.generate([ids[:-8] for ids in sequences], [saying(ids[-8:]) for ids in sequences])
     assert tokens(outputs) == [ids[-8:] for ids in sequences] and compared == 24
 
@@ -303,10 +278,10 @@ def test_bfloat16_stays_close_whatever_shares_the_row(seqs: int):
 
 
 @pytest.mark.parametrize("budget", [2, 500])
-def test_seeded_sampling_is_the_same_alone_and_in_company(tiny: LanguageModel, budget: int):
+def test_seeded_sampling_is_the_same_alone_and_in_company(tiny: LanguageModel, budget: int, make: Make):
     prompts = ["one", "another one", "x", "a fourth that is longer"]
     params = [SamplingParams(temperature=1.3, top_p=0.9, seed=s, max_tokens=9, ignore_eos=True) for s in range(4)]
-    engine = watched(tiny, max_num_seqs=3, max_num_batched_tokens=budget)
+    engine = make(tiny, max_num_seqs=3, max_num_batched_tokens=budget)
     single = [
         LLMEngine(tiny, max_model_len=64).generate(p, s)[0].token_ids for p, s in zip(prompts, params, strict=True)
     ]
@@ -316,11 +291,11 @@ def test_seeded_sampling_is_the_same_alone_and_in_company(tiny: LanguageModel, b
     assert tokens(mixed[:4]) == single and mixed[4].token_ids == hf_generate(tiny, list(b"greedy"), 9)
 
 
-def test_logprobs_are_the_same_alone_and_in_company(family: Family):
+def test_logprobs_are_the_same_alone_and_in_company(family: Family, make: Make):
     lm = family("llama")
     params = [free(count, logprobs=k) for count, k in zip(ANSWERS, [0, 3, None, 1, 5, 2, None, 4], strict=True)]
-    together = watched(lm, max_num_seqs=5, max_num_batched_tokens=9).generate(MIX, params)
-    engine = watched(lm)
+    together = make(lm, max_num_seqs=5, max_num_batched_tokens=9).generate(MIX, params)
+    engine = make(lm)
     for output, prompt, one in zip(together, MIX, params, strict=True):
         single = engine.generate(prompt, one)[0]
         assert output.token_ids == single.token_ids
@@ -332,13 +307,14 @@ def test_logprobs_are_the_same_alone_and_in_company(family: Family):
             assert token in mine and len(mine) == max(1, one.logprobs) and mine == pytest.approx(its, abs=1e-4)
 
 
-def test_n_answers(tiny: LanguageModel):
+def test_n_answers(tiny: LanguageModel, make_roomy: Make):
     hot = dict(temperature=2.0, seed=7)
-    engine = watched(tiny, max_num_seqs=4, max_num_batched_tokens=5)
+    engine = make_roomy(tiny, max_num_seqs=4, max_num_batched_tokens=5)
     outputs = engine.generate(["ab", "c"], free(n=3, **hot))
     assert [(o.request_id, o.index) for o in outputs] == [(r, i) for r in "01" for i in range(3)]
-    single = [engine.generate(p, free(temperature=2.0, seed=7 + i))[0].token_ids for p in ("ab", "c") for i in range(3)]
+    single = tokens(CachedEngine(tiny).generate(["ab", "c"], free(n=3, **hot)))  # one after the other
     assert tokens(outputs) == single and len({tuple(t) for t in single}) == 6
+    assert engine.generate("ab", free(**hot))[0].token_ids == single[0]  # the first is what one answer would be
 
     name = engine.add_request("ab", free(n=3, **hot))
     outputs = run(engine)
@@ -356,9 +332,9 @@ def test_n_answers(tiny: LanguageModel):
     assert_idle(engine)
 
 
-def test_equal_prompts_do_not_disturb_each_other(family: Family):
+def test_equal_prompts_do_not_disturb_each_other(family: Family, make: Make):
     lm = family("gpt_oss")
-    engine = watched(lm, max_num_seqs=3)
+    engine = make(lm, max_num_seqs=3)
     assert tokens(engine.generate([MIX[0]] * 5, free(10))) == [alone(lm, MIX[0], 10)] * 5
 
 
@@ -384,9 +360,9 @@ class Reader:
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 3, 3, 1, 0, 2], [2, 0]])
-def test_streams_read_in_any_order(family: Family, order: list[int]):
+def test_streams_read_in_any_order(family: Family, order: list[int], make: Make):
     lm = family("mistral")
-    engine = watched(lm, max_num_seqs=3, max_num_batched_tokens=8)
+    engine = make(lm, max_num_seqs=3, max_num_batched_tokens=8)
     readers = [Reader(engine.stream(prompt, free(10))) for prompt in PROMPTS]
     for i in itertools.islice(itertools.cycle(order), 40):
         readers[i].read()
@@ -398,8 +374,8 @@ def test_streams_read_in_any_order(family: Family, order: list[int]):
     assert_idle(engine)
 
 
-def test_a_stream_is_generate_in_pieces(tiny: LanguageModel):
-    engine = watched(tiny, max_num_batched_tokens=2)
+def test_a_stream_is_generate_in_pieces(tiny: LanguageModel, make: Make):
+    engine = make(tiny, max_num_batched_tokens=2)
     hot = free(temperature=1.0, seed=3)
     whole = engine.generate("abcde", hot)[0]
     pieces = list(engine.stream("abcde", hot))
@@ -409,9 +385,9 @@ def test_a_stream_is_generate_in_pieces(tiny: LanguageModel):
     assert {(p.request_id, p.index) for p in pieces} == {("1", 0)}
 
 
-def test_somebody_elses_steps_lose_nothing_of_a_stream(family: Family):
+def test_somebody_elses_steps_lose_nothing_of_a_stream(family: Family, make: Make):
     lm = family("llama")
-    engine = watched(lm, max_num_seqs=4, max_num_batched_tokens=16)
+    engine = make(lm, max_num_seqs=4, max_num_batched_tokens=16)
     reader, ended = Reader(engine.stream(MIX[0], free(12))), Reader(engine.stream(MIX[1], free(6)))
     engine.add_request(MIX[2], free(9), request_id="mine")
     reader.read()
@@ -431,11 +407,11 @@ def test_somebody_elses_steps_lose_nothing_of_a_stream(family: Family):
 @pytest.mark.parametrize(
     "how", ["closed", "forgotten", "forgotten in a cycle", "never started", "never started, forgotten"]
 )
-def test_a_stream_that_is_left_leaves_nothing(family: Family, how: str):
+def test_a_stream_that_is_left_leaves_nothing(family: Family, how: str, make: Make):
     lm = family("llama")
-    engine = watched(lm, max_num_seqs=2)
+    engine = make(lm, max_num_seqs=2)
     engine.add_request(MIX[1], free(8), request_id="other")
-    stream = engine.stream(MIX[0], free(12))
+    stream = engine.stream(MIX[0], free(12, n=2))
     if "never" not in how:
         next(stream), next(stream)
     if "cycle" in how:
@@ -448,13 +424,13 @@ def test_a_stream_that_is_left_leaves_nothing(family: Family, how: str):
         stream.close()
         assert list(stream) == []
     outputs = engine.step()
-    assert [r.request_id for r in engine.scheduler.running] == ["other"] and engine.stats()["finished_abort"] == 1
+    assert [r.request_id for r in engine.scheduler.running] == ["other"] and engine.stats()["finished_abort"] == 2
     assert by_id(outputs + run(engine)) == {"other": alone(lm, MIX[1], 8)}
 
 
-def test_a_stream_whose_request_is_aborted_says_so(family: Family):
+def test_a_stream_whose_request_is_aborted_says_so(family: Family, make: Make):
     lm = family("llama")
-    engine = watched(lm)
+    engine = make(lm)
     stream = engine.stream(MIX[0], free(12))
     said = next(stream).token_ids + next(stream).token_ids
     engine.abort(stream.request_id)
@@ -463,8 +439,8 @@ def test_a_stream_whose_request_is_aborted_says_so(family: Family):
     assert run(engine) == []
 
 
-def test_a_stream_is_checked_and_joins_when_it_is_called(tiny: LanguageModel):
-    engine = watched(tiny)
+def test_a_stream_is_checked_and_joins_when_it_is_called(tiny: LanguageModel, make_roomy: Make):
+    engine = make_roomy(tiny)
     for prompt in ("", ["a", "b"], []):
         with pytest.raises(InvalidPrompt):
             engine.stream(prompt)
@@ -472,14 +448,14 @@ def test_a_stream_is_checked_and_joins_when_it_is_called(tiny: LanguageModel):
         engine.stream("x" * LONGEST)
     assert not engine.has_unfinished()
     stream = engine.stream("abc", free())
-    assert engine.has_unfinished() and engine.stats()["waiting"] == 1
+    assert engine.has_unfinished()
     while engine.has_unfinished():
         assert engine.step() == []
     assert [t for p in stream for t in p.token_ids] == hf_generate(tiny, list(b"abc"), 8)
 
 
-def test_stop_strings_and_held_back_text(tiny: LanguageModel):
-    engine = watched(tiny, max_num_seqs=2)
+def test_stop_strings_and_held_back_text(tiny: LanguageModel, make: Make):
+    engine = make(tiny, max_num_seqs=2)
     params = saying(list(b"one STOP two"), stop=["STOP", "never"])
     output, other = engine.generate(["say: ", "b"], [params, free()])
     assert (output.text, output.stop_reason, output.token_ids) == ("one ", "STOP", list(b"one STOP"))
@@ -491,33 +467,9 @@ def test_stop_strings_and_held_back_text(tiny: LanguageModel):
 # -- when something breaks --------------------------------------------------------------------------------------------
 
 
-def raising(error: BaseException, after: int, once: bool = False) -> Callable[[list[int], torch.Tensor], torch.Tensor]:
-    """A logits processor that raises when so many tokens have been generated."""
-    left = [1 if once else 10**9]
-
-    def processor(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        if len(token_ids) == after and left[0]:
-            left[0] -= 1
-            raise error
-        return logits
-
-    return processor
-
-
-def acting(act: Callable[[], object], after: int) -> Callable[[list[int], torch.Tensor], torch.Tensor]:
-    """A logits processor that does something when so many tokens have been generated."""
-
-    def processor(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        if len(token_ids) == after:
-            act()
-        return logits
-
-    return processor
-
-
-def test_a_processor_that_raises_ends_its_own_request_alone(family: Family):
+def test_a_processor_that_raises_ends_its_own_request_alone(family: Family, make: Make):
     lm = family("llama")
-    engine = watched(lm, max_num_seqs=3, max_num_batched_tokens=9)
+    engine = make(lm, max_num_seqs=3, max_num_batched_tokens=9)
     params = each()
     params[2] = free(7, logits_processors=[raising(RuntimeError("enough"), 3)])
     params[5] = free(9, logits_processors=[raising(ValueError("never"), 0)])
@@ -531,9 +483,9 @@ def test_a_processor_that_raises_ends_its_own_request_alone(family: Family):
 
 
 @pytest.mark.parametrize("victim", ["itself", "another"])
-def test_a_processor_that_aborts(family: Family, victim: str):
+def test_a_processor_that_aborts(family: Family, victim: str, make_roomy: Make):
     lm = family("llama")
-    engine = watched(lm, max_num_seqs=3)
+    engine = make_roomy(lm, max_num_seqs=3)
     processor = acting(lambda: engine.abort("b" if victim == "another" else "a"), 4)
     engine.add_request(MIX[0], free(10, logits_processors=[processor]), request_id="a")
     engine.add_request(MIX[1], free(10), request_id="b")
@@ -541,15 +493,15 @@ def test_a_processor_that_aborts(family: Family, victim: str):
     ended, other = ("b", "a") if victim == "another" else ("a", "b")
     assert outputs[ended].finish_reason == "abort" and outputs[other].finish_reason == "length"
     prompts = {"a": MIX[0], "b": MIX[1]}
-    assert outputs[ended].token_ids == alone(lm, prompts[ended], 4)
+    assert outputs[ended].token_ids == alone(lm, prompts[ended], 5)  # the step it came in is finished first
     assert outputs[other].token_ids == alone(lm, prompts[other], 10)
 
 
 @pytest.mark.parametrize("how", ["close", "forget"])
-def test_a_processor_that_leaves_a_stream_in_the_middle_of_a_step(family: Family, how: str):
+def test_a_processor_that_leaves_a_stream_in_the_middle_of_a_step(family: Family, how: str, make_roomy: Make):
     """Its request takes part in the step: it may only be taken out when the step is over."""
     lm = family("llama")
-    engine = watched(lm, max_num_seqs=3, trace=True)
+    engine = make_roomy(lm, max_num_seqs=3, trace=True)
     streams = [engine.stream(MIX[1], free(10))]
 
     def leave() -> None:
@@ -562,19 +514,19 @@ def test_a_processor_that_leaves_a_stream_in_the_middle_of_a_step(family: Family
     assert not streams and engine.stats()["finished_abort"] == 1
 
 
-def test_a_processor_that_adds_a_request(family: Family):
+def test_a_processor_that_adds_a_request(family: Family, make_roomy: Make):
     lm = family("llama")
-    engine = watched(lm, max_num_seqs=2)
+    engine = make_roomy(lm, max_num_seqs=2)
     more = acting(lambda: engine.add_request(MIX[1], free(9), request_id="b"), 2)
     engine.add_request(MIX[0], free(10, logits_processors=[more]), request_id="a")
     assert by_id(run(engine)) == {"a": alone(lm, MIX[0], 10), "b": alone(lm, MIX[1], 9)}
 
 
 @pytest.mark.parametrize("how", ["step", "generate", "stream"])
-def test_a_step_inside_a_step_is_refused(family: Family, how: str):
+def test_a_step_inside_a_step_is_refused(family: Family, how: str, make_roomy: Make):
     """It would append the token of the same position twice."""
     lm = family("llama")
-    engine = watched(lm, max_num_seqs=3)
+    engine = make_roomy(lm, max_num_seqs=3)
     calls = {
         "step": engine.step,
         "generate": lambda: engine.generate(MIX[2], free()),
@@ -589,11 +541,11 @@ def test_a_step_inside_a_step_is_refused(family: Family, how: str):
 
 
 @pytest.mark.parametrize("where", ["processor", "forward", "forward, keys written"])
-def test_an_interrupt_in_a_step_loses_nothing(family: Family, where: str):
+def test_an_interrupt_in_a_step_loses_nothing(family: Family, where: str, make: Make):
     """`step` lets it through; with the next one everybody goes on as if it had not been."""
     lm = family("mistral")
     for at in (1, 3, 6):
-        engine = watched(lm, max_num_seqs=3, max_num_batched_tokens=10)
+        engine = make(lm, max_num_seqs=3, max_num_batched_tokens=10)
         params = each()
         if where == "processor":
             params[1] = free(12, logits_processors=[raising(KeyboardInterrupt(), at, once=True)])
@@ -613,9 +565,9 @@ def test_an_interrupt_in_a_step_loses_nothing(family: Family, where: str):
 
 
 @pytest.mark.parametrize("where", ["processor", "forward"])
-def test_an_interrupted_generate_returns_what_there_is(family: Family, where: str):
+def test_an_interrupted_generate_returns_what_there_is(family: Family, where: str, make_roomy: Make):
     lm = family("llama")
-    engine = watched(lm, max_num_seqs=2, max_num_batched_tokens=100)
+    engine = make_roomy(lm, max_num_seqs=2, max_num_batched_tokens=100)
     params = [free(3), free(8), free(8)]
     if where == "processor":
         params[1] = free(8, logits_processors=[raising(KeyboardInterrupt(), 5)])
@@ -636,49 +588,9 @@ def test_an_interrupted_generate_returns_what_there_is(family: Family, where: st
     assert tokens(engine.generate(MIX, each())) == answers(lm)
 
 
-def test_an_interrupt_at_any_line_around_the_model_leaves_nothing_switched(family: Family):
-    """Neither the model's attention function nor who is told of Ctrl-C, at once and when the exception is gone."""
-    engine = LLMEngine(family("llama"), max_model_len=LONGEST)
-    files = {module.__file__ for module in (contextlib, attention, interrupts, model_runner)}
-    config, left = engine.lm.model.config, []
-    for last in itertools.count(1):
-        lines = 0
-
-        def press(frame: object, event: str, arg: object, last: int = last) -> object:
-            nonlocal lines
-            if frame.f_code.co_filename not in files:
-                return None
-            lines += event == "line"
-            if lines == last and event == "line":
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
-            return press
-
-        engine.add_request([5, 6, 7], free(1))
-        kept = []
-        sys.settrace(press)
-        try:
-            engine.step()
-        except KeyboardInterrupt as error:
-            kept.append(error)
-        finally:
-            sys.settrace(None)
-        for _ in range(2):
-            if (config._attn_implementation, signal.getsignal(signal.SIGINT)) != ("sdpa", signal.default_int_handler):
-                left.append(last)
-            kept.clear()  # and with it the frames that it kept from being collected
-        config._attn_implementation = "sdpa"
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        while engine.has_unfinished():
-            engine.step()
-        if lines < last:
-            break
-    assert last > 100 and not left
-
-
-def test_an_interrupted_stream_ends_and_the_others_go_on(family: Family):
+def test_an_interrupted_stream_ends_and_the_others_go_on(family: Family, make_roomy: Make):
     lm = family("llama")
-    engine = watched(lm)
+    engine = make_roomy(lm)
     stream, other = engine.stream(MIX[0], free(9)), Reader(engine.stream(MIX[1], free(9)))
     next(stream)
     break_forward(engine, 1, KeyboardInterrupt())
@@ -693,9 +605,11 @@ def test_an_interrupted_stream_ends_and_the_others_go_on(family: Family):
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("tried to allocate 5 GiB"), MemoryError("no more")])
 @pytest.mark.parametrize("after_it", [False, True])
-def test_out_of_memory_ends_the_requests_of_its_step(family: Family, error: Exception, after_it: bool):
+def test_out_of_memory_ends_the_requests_of_its_step(
+    family: Family, error: Exception, after_it: bool, make_roomy: Make
+):
     lm = family("llama")
-    engine = watched(lm, max_num_seqs=2, max_num_batched_tokens=100)
+    engine = make_roomy(lm, max_num_seqs=2, max_num_batched_tokens=100)
     break_forward(engine, 4, error, after_it)
     outputs = engine.generate(MIX[:4], free(8))
     assert [o.finish_reason for o in outputs] == ["error", "error", "length", "length"]
@@ -706,22 +620,23 @@ def test_out_of_memory_ends_the_requests_of_its_step(family: Family, error: Exce
     assert tokens(engine.generate(MIX, each())) == answers(lm)
 
 
-def test_a_model_that_breaks(family: Family):
-    lm, error = family("llama"), RuntimeError("a shape is wrong")
-    engine = watched(lm, max_num_seqs=2, max_num_batched_tokens=100)
+@pytest.mark.parametrize("error", [RuntimeError("a shape is wrong"), InvalidParameter("a kernel's refusal")])
+def test_a_model_that_breaks(family: Family, make: Make, error: Exception):
+    lm = family("llama")
+    engine = make(lm, max_num_seqs=2, max_num_batched_tokens=100)
     break_forward(engine, 5, error)
-    with pytest.raises(GenerationFailed, match=r"llama failed.*RuntimeError: a shape is wrong") as caught:
+    with pytest.raises(GenerationFailed, match=rf"llama failed.*{type(error).__name__}: {error}") as caught:
         engine.generate(MIX[:4], [free(2), free(8), free(8), free(8)])
     assert caught.value.__cause__ is error
-    assert [o.finish_reason for o in caught.value.outputs] == ["length", "error", "error", "abort"]
-    assert tokens(caught.value.outputs) == [alone(lm, p, n) for p, n in zip(MIX, [2, 4, 2, 0], strict=False)]
+    assert [o.finish_reason for o in caught.value.outputs] == ["length", "error", "error", "length"]
+    assert tokens(caught.value.outputs) == [alone(lm, p, n) for p, n in zip(MIX, [2, 4, 2, 8], strict=False)]
     assert_idle(engine)
     assert tokens(engine.generate(MIX, each())) == answers(lm)
 
 
-def test_a_model_that_breaks_in_a_step_of_somebody_else(family: Family):
+def test_a_model_that_breaks_in_a_step_of_somebody_else(family: Family, make_roomy: Make):
     lm = family("llama")
-    engine = watched(lm, max_num_seqs=3, max_num_batched_tokens=100)
+    engine = make_roomy(lm, max_num_seqs=3, max_num_batched_tokens=100)
     reader = Reader(engine.stream(MIX[0], free(9)))
     for i in (1, 2, 3):
         engine.add_request(MIX[i], free(9), request_id=str(i))
@@ -732,12 +647,14 @@ def test_a_model_that_breaks_in_a_step_of_somebody_else(family: Family):
     assert by_id(caught.value.outputs) == {"1": alone(lm, MIX[1], 2), "2": alone(lm, MIX[2], 2)}
     assert {o.finish_reason for o in caught.value.outputs} == {"error"}
     assert by_id(run(engine)) == {"3": alone(lm, MIX[3], 9)}  # it was not in that step
-    assert reader.read() and reader.reasons == ["error"] and reader.token_ids == alone(lm, MIX[0], 2)
+    with pytest.raises(GenerationFailed) as caught:
+        reader.read()
+    assert tokens(caught.value.outputs) == [alone(lm, MIX[0], 2)] and not reader.read()
 
 
-def test_a_model_that_breaks_in_a_stream(family: Family):
+def test_a_model_that_breaks_in_a_stream(family: Family, make_roomy: Make):
     lm = family("llama")
-    engine = watched(lm)
+    engine = make_roomy(lm)
     engine.add_request(MIX[1], free(9), request_id="mine")
     break_forward(engine, 4, RuntimeError("a shape is wrong"))
     said = []
@@ -745,12 +662,14 @@ def test_a_model_that_breaks_in_a_stream(family: Family):
         for piece in engine.stream(MIX[0], free(9)):
             said += piece.token_ids
     assert tokens(caught.value.outputs) == [said] == [alone(lm, MIX[0], 3)]
-    assert by_id(engine.step()) == {"mine": alone(lm, MIX[1], 3)}
+    with pytest.raises(GenerationFailed, match="a shape is wrong") as caught:
+        engine.step()
+    assert by_id(caught.value.outputs) == {"mine": alone(lm, MIX[1], 3)}
     assert_idle(engine)
 
 
-def test_a_model_in_training_mode_is_refused_when_a_request_is_made(tiny: LanguageModel):
-    engine = watched(tiny)
+def test_a_model_in_training_mode_is_refused_when_a_request_is_made(tiny: LanguageModel, make_roomy: Make):
+    engine = make_roomy(tiny)
     tiny.model.train()
     try:
         with pytest.raises(InvalidParameter, match=r"eval\(\)"):
@@ -760,66 +679,64 @@ def test_a_model_in_training_mode_is_refused_when_a_request_is_made(tiny: Langua
     assert not engine.has_unfinished()
 
 
-def test_what_is_not_a_number_ends_one_answer_and_stays_in_its_slot():
+def test_what_is_not_a_number_ends_one_answer_and_stays_in_its_rows(make: Make):
     lm = load_model("tiny-random", device="cpu")
     expected = {prompt: hf_generate(lm, prompt, 8) for prompt in [(1, 2), (3,), (5,) * 20]}
+    lm.packed_support = support.packed_support(lm)  # found out while it was in order
     lm.model.get_input_embeddings().weight.data[7] = math.nan
     for seqs, budget in [(1, 100), (3, 100), (2, 4)]:
-        engine = watched(lm, max_num_seqs=seqs, max_num_batched_tokens=budget)
-        bad = [7] * 30  # leaves NaN in 30 rows of its slot
-        outputs = engine.generate([[1, 2], bad, [3], bad, [5] * 20], free())
-        assert [o.finish_reason for o in outputs] == ["length", "error", "length", "error", "length"]
-        assert "nan" in outputs[1].error and outputs[1].token_ids == []
-        assert tokens(outputs[::2]) == list(expected.values())
-        assert_idle(engine)
+        engine = make(lm, max_num_seqs=seqs, max_num_batched_tokens=budget)
+        bad = [*[6] * 5, *[7] * 25]  # leaves NaN in 25 rows, which others get after it
+        for _ in range(2):
+            outputs = engine.generate([[1, 2], bad, [3], bad, [5] * 20], free())
+            assert [o.finish_reason for o in outputs] == ["length", "error", "length", "error", "length"]
+            assert "nan" in outputs[1].error and outputs[1].token_ids == []
+            assert tokens(outputs[::2]) == list(expected.values())
+            assert_idle(engine)
 
 
 # -- one model, several users -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_two_engines_and_generate_take_turns_on_one_model(family: Family, name: str):
+def test_engines_and_generate_take_turns_on_one_model(family: Family, name: str):
     lm = family(name)
-    one, two = watched(lm, max_num_seqs=3, max_num_batched_tokens=5), watched(lm, max_num_seqs=2)
-    for engine in (one, two):
+    engines = [watched(lm, **options) for options in KINDS.values() if options["backend"] != "compiled"]
+    said: list[dict[str, list[int]]] = [{} for _ in engines]
+    for engine in engines:
         for i, prompt in enumerate(MIX):
             engine.add_request(prompt, each()[i], request_id=str(i))
-    outputs, others = [], []
     for step in itertools.count():
-        if not one.has_unfinished() and not two.has_unfinished():
+        if not any(engine.has_unfinished() for engine in engines):
             break
-        outputs += one.step()
-        others += two.step()
+        for engine, outputs in zip(engines, said, strict=True):
+            outputs |= by_id(engine.step())
         if step in (2, 7):
             assert hf_generate(lm, MIX[4], 6) == alone(lm, MIX[4], 6)
             with torch.no_grad():  # a padded batch, with a mask, beside the engines
                 ids = torch.tensor([MIX[0], [0] * (len(MIX[0]) - 3) + MIX[1]])
                 mask = torch.ones_like(ids)
                 mask[1, : len(MIX[0]) - 3] = 0
-                said = lm.model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -1].argmax(-1)
-            assert said.tolist()[0] == alone(lm, MIX[0], 1)[0]
-    assert by_id(outputs) == by_id(others) == {str(i): answer for i, answer in enumerate(answers(lm))}
+                first = lm.model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -1].argmax(-1)
+            assert first.tolist()[0] == alone(lm, MIX[0], 1)[0]
+    assert said == [{str(i): answer for i, answer in enumerate(answers(lm))}] * len(engines)
 
 
-def test_an_implementation_that_somebody_chose_is_respected(family: Family):
+def test_an_implementation_that_somebody_chose_is_respected(family: Family, make_roomy: Make):
     lm = family("llama")
-    own = lm.model.config._attn_implementation
+    own = hf_compat.attention_of(lm.model.config)
     lm.model.set_attn_implementation("eager")
     try:
-        engine = watched(lm)
-        assert lm.model.config._attn_implementation == "eager"
+        engine = make_roomy(lm)
         assert tokens(engine.generate(MIX, each())) == answers(lm)
         for error in (KeyboardInterrupt(), torch.OutOfMemoryError("none left"), RuntimeError("broken")):
-            layer = lm.model.model.layers[1]
+            layer = lm.model.model.layers[1].mlp.down_proj
             hook = layer.register_forward_pre_hook(lambda *_, error=error: (_ for _ in ()).throw(error))
             engine.add_request(MIX[0], free())
-            try:
-                engine.step()
-            except (KeyboardInterrupt, GenerationFailed):
-                pass
-            finally:
-                hook.remove()
-            assert lm.model.config._attn_implementation == "eager"
+            with contextlib.suppress(KeyboardInterrupt, GenerationFailed):
+                assert engine.step()[0].finish_reason == "error"
+            hook.remove()
+            assert hf_compat.attention_of(lm.model.config) == "eager"
             run(engine)
     finally:
         lm.model.set_attn_implementation(own)
@@ -828,8 +745,8 @@ def test_an_implementation_that_somebody_chose_is_respected(family: Family):
 # -- ids --------------------------------------------------------------------------------------------------------------
 
 
-def test_ids_given_and_made(tiny: LanguageModel):
-    engine = watched(tiny, max_num_seqs=2)
+def test_ids_given_and_made(tiny: LanguageModel, make_roomy: Make):
+    engine = make_roomy(tiny, max_num_seqs=2)
     assert engine.add_request("a", free(2), request_id="0") == "0"
     assert engine.add_request("a", free(2)) == "1"  # "0" is taken
     assert engine.add_request("a", free(2), request_id="mine") == "mine"
@@ -851,8 +768,8 @@ def test_ids_given_and_made(tiny: LanguageModel):
     run(engine)
 
 
-def test_an_id_is_free_again_after_an_abort(tiny: LanguageModel):
-    engine = watched(tiny)
+def test_an_id_is_free_again_after_an_abort(tiny: LanguageModel, make_roomy: Make):
+    engine = make_roomy(tiny)
     engine.add_request("a", request_id="x")
     engine.abort("x")
     assert [o.finish_reason for o in engine.step()] == ["abort"]
@@ -866,16 +783,40 @@ def test_an_id_is_free_again_after_an_abort(tiny: LanguageModel):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(kv_cache="contiguous"), "kv_cache='contiguous' is not possible"),
+        (dict(kv_cache="contiguous"), "kv_cache must be .* it is 'contiguous'"),
         *[(dict(max_num_seqs=bad), "max_num_seqs") for bad in (0, -1, 2.0, True, "4", None)],
         *[(dict(max_num_batched_tokens=bad), "max_num_batched_tokens") for bad in (0, -5, 1.5, False, None)],
         *[(dict(num_blocks=bad), "num_blocks") for bad in (0, -1, 1.0, True)],
         *[(dict(max_model_len=bad), "max_model_len") for bad in (0, 1, 2049, "all", True)],
+        *[(dict(block_size=bad), "block_size") for bad in (0, -16, 16.0, True, None)],
+        *[(dict(backend=bad), "backend") for bad in ("", "cuda", "gather", None, 3)],
+        *[(dict(enable_prefix_caching=bad), "enable_prefix_caching") for bad in ("no", 1, None)],
+        *[(dict(fast=bad), "fast") for bad in (True, "yes", None)],
+        *[
+            pytest.param({name: bad}, name, marks=pytest.mark.xfail(strict=True, reason="looked at when it is used"))
+            for name, bad in (("block_size", 10**400), ("clock", 3), ("scheduler", 3), ("scheduler", "shortest"))
+        ],
     ],
 )
-def test_options_that_are_not_possible(tiny: LanguageModel, options: dict[str, object], words: str):
-    with pytest.raises(InvalidParameter, match=words):
-        LLMEngine(tiny, **options)
+@pytest.mark.parametrize("kv_cache", ["slots", "paged"])
+def test_options_that_are_not_possible(tiny: LanguageModel, kv_cache: str, options: dict[str, object], words: str):
+    with pytest.raises(InvalidParameter, match=words) as caught:
+        LLMEngine(tiny, **({"kv_cache": kv_cache} | options))
+    assert len(str(caught.value)) < 400
+
+
+def test_numbers_of_other_libraries_will_do(tiny: LanguageModel):
+    engine = LLMEngine(tiny, "paged", num_blocks=np.int64(9), block_size=np.int32(4), max_model_len=np.int64(30))
+    assert (engine.cache.num_blocks, engine.cache.block_size, engine.kv_tokens) == (9, 4, 36)
+    name = engine.add_request("ab", free(), priority=np.int64(3), timeout_s=np.float32(1000))
+    engine.add_request("c", free(1), priority=np.float32(0.5), timeout_s=torch.tensor(1000.0))
+    assert by_id(run(engine))[name] == hf_generate(tiny, [97, 98], 8)
+
+
+def test_a_backend_that_cannot_run_here_is_refused(tiny: LanguageModel):
+    for kv_cache in ("slots", "paged"):
+        with pytest.raises(UnsupportedModel, match=r"'triton'.*float32 on cpu.*CUDA.*auto"):
+            LLMEngine(tiny, kv_cache, backend="triton")
 
 
 @pytest.mark.parametrize(
@@ -889,15 +830,15 @@ def test_options_that_are_not_possible(tiny: LanguageModel, options: dict[str, o
         (dict(params=free(stop_token_ids=[300])), "token 300"),
     ],
 )
-def test_requests_that_are_not_possible(tiny: LanguageModel, options: dict[str, object], words: str):
-    engine = watched(tiny)
+def test_requests_that_are_not_possible(tiny: LanguageModel, options: dict[str, object], words: str, make_roomy: Make):
+    engine = make_roomy(tiny)
     with pytest.raises(InvalidParameter, match=words):
         engine.add_request("a", **options)
     assert not engine.has_unfinished()
 
 
-def test_prompts_that_are_not_possible(tiny: LanguageModel):
-    engine = watched(tiny)
+def test_prompts_that_are_not_possible(tiny: LanguageModel, make_roomy: Make):
+    engine = make_roomy(tiny)
     for prompt in ("", [], [999], [-1], ["a", "b"], [1.5], None, 3, [[1], [2]], [torch.tensor(3.0)]):
         with pytest.raises(InvalidPrompt):
             engine.add_request(prompt)
@@ -911,14 +852,17 @@ def test_prompts_that_are_not_possible(tiny: LanguageModel):
 
 
 @pytest.mark.parametrize("budget", [1, 7, 100])
-def test_answers_that_reach_the_limit(family: Family, budget: int):
+@pytest.mark.parametrize("options", [{}, *[dict(kv_cache="paged", block_size=size) for size in (1, 7, 10, 20, 64)]])
+def test_answers_that_reach_the_limit(family: Family, budget: int, options: dict[str, object]):
     lm = family("mistral")
-    engine = watched(lm, max_model_len=20, max_num_seqs=3, max_num_batched_tokens=budget)
-    prompts = [list(range(30, 30 + length)) for length in (19, 18, 10, 14)]
+    engine = watched(lm, max_model_len=20, max_num_seqs=3, max_num_batched_tokens=budget, **options)
+    prompts = [list(range(30, 30 + length)) for length in (19, 18, 10, 14, 1)]
     outputs = engine.generate(prompts, free(1000))
-    assert [len(o.token_ids) for o in outputs] == [1, 2, 10, 6]
+    assert [len(o.token_ids) for o in outputs] == [1, 2, 10, 6, 19]
     assert tokens(outputs) == [alone(lm, p, 20 - len(p)) for p in prompts]
     assert all(o.finish_reason == "length" and o.stop_reason is None for o in outputs)
+    with pytest.raises(PromptTooLong, match="limit is 20"):
+        engine.generate([[5] * 20])
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
@@ -932,23 +876,45 @@ def test_the_models_own_limit(family: Family, name: str):
     assert len(output.token_ids) == 6 and output.token_ids == hf_generate(lm, prompt, 6)
 
 
-def test_a_model_that_changes_in_company_is_refused(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch):
-    layers = supported_layers(tiny.model, "tiny")
+def with_logits(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Views of models say something else than the models."""
+    view_of = support.view_of
+
+    def changed(model: torch.nn.Module, attention: str) -> torch.nn.Module:
+        view = view_of(model, attention)
+        forward = view.forward
+
+        @functools.wraps(forward)
+        def changed_forward(**kwargs: object) -> object:
+            output = forward(**kwargs)
+            output.logits = change(output.logits)
+            return output
+
+        view.forward = changed_forward
+        return view
+
+    monkeypatch.setattr(support, "view_of", changed)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda x: x + 0.1 * x.abs().max(), "logits change"),
+        (lambda x: x * math.nan, "logits change"),
+        (lambda x: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_a_model_that_changes_in_company_is_refused(
+    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch, change: Callable, reason: str
+):
+    layers = support.packed_support(dataclasses.replace(tiny, packed_support=None)).layers
     assert {(s.kv_heads, s.key_dim, s.value_dim, s.dtype) for s in layers.values()} == {(2, 16, 16, torch.float32)}
     assert list(layers) == [0, 1]
-    from minfer_lib.attention import support
-
-    forward = support.packed_forward
-    for wrong in (lambda x: x + 0.1 * x.abs().max(), lambda x: x * math.nan):
-        monkeypatch.setattr(support, "packed_forward", lambda *args, wrong=wrong: wrong(forward(*args)))
-        with pytest.raises(
-            UnsupportedModel, match=r"tiny-random \(llama\).*logits change.*CachedEngine or NaiveEngine"
-        ):
-            LLMEngine(tiny)
-    monkeypatch.setattr(support, "packed_forward", lambda *args: 1 / 0)
-    with pytest.raises(UnsupportedModel, match="ZeroDivisionError"):
-        LLMEngine(tiny)
-    assert tiny.model.config._attn_implementation == "sdpa"
+    with_logits(monkeypatch, change)
+    lm = dataclasses.replace(tiny, packed_support=None)
+    with pytest.raises(UnsupportedModel, match=rf"tiny-random \(llama\).*{reason}.*CachedEngine or NaiveEngine"):
+        LLMEngine(lm)
+    assert lm.packed_support is None and hf_compat.attention_of(tiny.model.config) == "sdpa"
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_moe"])
@@ -956,15 +922,13 @@ def test_rounding_in_half_precision_is_not_taken_for_a_fault(
     family: Family, name: str, monkeypatch: pytest.MonkeyPatch
 ):
     """In a mixture of experts it may send a token to another expert, whose logits are others; a real fault is more."""
-    from minfer_lib.attention import support
-
-    half = copy.deepcopy(family(name).model).bfloat16()
-    assert supported_layers(half, name)
-    forward = support.packed_forward
+    half = LanguageModel.of(copy.deepcopy(family(name).model).bfloat16(), None, name)
+    assert support.packed_support(half)
+    half.packed_support = None
     # each token's logits taken for its neighbour's, as where requests of a row are mixed up
-    monkeypatch.setattr(support, "packed_forward", lambda *args: forward(*args).roll(1, 0))
+    with_logits(monkeypatch, lambda logits: logits.roll(1, 1))
     with pytest.raises(UnsupportedModel, match="logits change"):
-        supported_layers(half, name)
+        support.packed_support(half)
 
 
 # -- how large the cache becomes --------------------------------------------------------------------------------------
@@ -972,8 +936,11 @@ def test_rounding_in_half_precision_is_not_taken_for_a_fault(
 PER_TOKEN = 2 * 2 * 2 * 16 * 4  # layers x keys and values x heads x head size x bytes: tiny-random
 
 
-def free_memory(monkeypatch: pytest.MonkeyPatch, tokens_that_fit: int) -> None:
-    monkeypatch.setattr(cache_size, "available_bytes", lambda device: math.ceil(tokens_that_fit * PER_TOKEN / 0.9) + 8)
+def free_memory(monkeypatch: pytest.MonkeyPatch, tokens_that_fit: int, step: int = 10**5) -> None:
+    """So much memory that so many tokens fit beside a step."""
+    total = math.ceil(tokens_that_fit * PER_TOKEN / 0.9) + 8 + step
+    monkeypatch.setattr(cache_size, "available_bytes", lambda device: total)
+    monkeypatch.setattr(cache_size, "step_bytes", lambda *args: step)
 
 
 def test_a_cache_that_fits_is_what_was_asked_for(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch, recwarn):
@@ -981,7 +948,8 @@ def test_a_cache_that_fits_is_what_was_asked_for(tiny: LanguageModel, monkeypatc
     engine = LLMEngine(tiny)
     assert (engine.max_model_len, engine.cache.num_blocks) == (2048, 64) and not recwarn.list
     assert engine.kv_bytes() == 64 * 2048 * PER_TOKEN == engine.stats()["kv_bytes_reserved"]
-    assert engine.kv_bytes() == sum(t.nbytes for p in engine.cache.pools.values() for t in (p.keys, p.values))
+    pools = sum(t.nbytes for p in engine.cache.pools.values() for t in (p.keys, p.values))
+    assert pools == 65 * 2048 * PER_TOKEN  # one more is for nobody
     engine = LLMEngine(tiny, num_blocks=5, max_num_seqs=9, max_model_len=33)
     assert (engine.max_model_len, engine.cache.num_blocks, engine.max_num_seqs) == (33, 5, 9)
 
@@ -1053,7 +1021,7 @@ def test_statistics_and_traces_add_up(family: Family):
         assert len({(c.request_id, c.index) for c in step.chunks}) == len(step.chunks)
         assert len({c.block for c in step.chunks}) == len(step.chunks)
         assert step.num_decodes == sum(c.num_tokens for c in step.chunks if c.decodes)
-        assert step.began < step.scheduled < step.built < step.computed < step.ended
+        assert step.began < step.scheduled < step.computed < step.ended
         assert step.seconds == step.ended - step.began
         assert step.kv_capacity == 3 * LONGEST and sum(c.begin + c.num_tokens for c in step.chunks) <= step.kv_tokens
     assert steps[0].waiting == tuple((str(i), 0) for i in range(1, 8)) and steps[-1].waiting == ()
@@ -1064,18 +1032,18 @@ def test_statistics_and_traces_add_up(family: Family):
     assert stats["computed_tokens"] == sum(map(len, MIX)) + sum(ANSWERS) - len(MIX)
     assert stats["output_tokens"] == sum(ANSWERS) == sum(len(o.token_ids) for o in outputs)
     assert stats["mean_batch"] == pytest.approx(sum(len(s.chunks) for s in steps) / len(steps))
-    parts = stats["schedule_s"] + stats["build_s"] + stats["model_s"] + stats["postprocess_s"]
+    parts = stats["schedule_s"] + stats["model_s"] + stats["postprocess_s"]
     assert parts == sum(s.seconds for s in steps)
     assert stats["finished_length"] == len(MIX) and "finished_abort" not in stats
     assert stats["kv_bytes_reserved"] == engine.kv_bytes() and stats["kv_bytes_used"] == 0
 
 
-def test_statistics_in_the_middle(family: Family):
+def test_statistics_in_the_middle(family: Family, make_roomy: Make):
     lm = family("llama")
-    engine = watched(lm, max_num_seqs=2)
+    engine = make_roomy(lm, max_num_seqs=2)
     for prompt in MIX[:4]:
         engine.add_request(prompt, free())
-    assert engine.stats()["waiting"] == 4 and engine.stats()["mean_batch"] == 0
+    assert engine.stats()["mean_batch"] == 0
     engine.step(), engine.step()
     stats = engine.stats()
     assert (stats["waiting"], stats["running"]) == (2, 2)
@@ -1084,17 +1052,17 @@ def test_statistics_in_the_middle(family: Family):
     run(engine)
 
 
-def test_tokens_that_nobody_got_are_not_counted(tiny: LanguageModel):
-    engine = watched(tiny, trace=True)
+def test_tokens_that_nobody_got_are_not_counted(tiny: LanguageModel, make_roomy: Make):
+    engine = make_roomy(tiny, trace=True)
     bad = free(8, logits_processors=[raising(RuntimeError("enough"), 3)])
     outputs = engine.generate(["a", "b"], [bad, free(8)])
     assert engine.stats()["output_tokens"] == sum(len(o.token_ids) for o in outputs) == 11
     assert sum(chunk.samples for step in engine.steps for chunk in step.chunks) == 11
 
 
-def test_metrics_by_a_clock_that_ticks_when_it_is_read(family: Family):
+def test_metrics_by_a_clock_that_ticks_when_it_is_read(family: Family, make_roomy: Make):
     ticks = itertools.count()
-    engine = watched(family("llama"), max_num_seqs=2, max_num_batched_tokens=6, clock=lambda: float(next(ticks)))
+    engine = make_roomy(family("llama"), max_num_seqs=2, max_num_batched_tokens=6, clock=lambda: float(next(ticks)))
     outputs = engine.generate(MIX, each())
     for m, count in zip((o.metrics for o in outputs), ANSWERS, strict=True):
         assert m.arrival < m.first_scheduled < m.first_token < m.last_token <= m.finished
@@ -1118,4 +1086,4 @@ def test_how_it_looks(tiny: LanguageModel):
         "LLMEngine(LanguageModel(tiny-random, float32 on cpu), kv_cache='slots', max_num_seqs=64, "
         "max_num_batched_tokens=512, max_model_len=99)"
     )
-    assert LLMEngine.name == "slots"
+    assert [LLMEngine(tiny, cache).name for cache in ("slots", "paged")] == ["slots", "paged"]
