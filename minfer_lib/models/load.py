@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import constants, get_session
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -74,7 +75,15 @@ class LanguageModel:
     device: torch.device
     quantization: dict[str, Any] | None = None
     packed_support: Any = field(default=None, repr=False)  # what `attention.support` found out, once for all engines
-    frequencies: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)  # of the rotary embedding, as loaded
+    # rotary frequencies as they were loaded: module, name of its buffer, values
+    frequencies: list[tuple[nn.Module, str, torch.Tensor]] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        self.frequencies = [
+            (module, name, buffer) for module in self.model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name.endswith("inv_freq") and "original" not in name
+        ]  # fmt: skip
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> LanguageModel:
@@ -83,7 +92,6 @@ class LanguageModel:
         return cls(
             model.eval().requires_grad_(False), tokenizer, name, eos_ids(model), position_limit(model.config),
             weight.shape[0], weight.device,
-            frequencies={name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")},
         )  # fmt: skip
 
     @property
@@ -101,7 +109,7 @@ class LanguageModel:
             raise InvalidParameter(
                 f"{self.name} is in training mode, where dropout changes what it says. Call lm.model.eval() first."
             )
-        device = self.model.get_input_embeddings().weight.device
+        device = self.model.device
         if device.type != self.device.type or self.device.index not in (None, device.index):
             raise InvalidParameter(
                 f"{self.name} was moved from {self.device} to {device} after it was loaded. Load it where it is to "
@@ -117,17 +125,14 @@ class LanguageModel:
 
     def _frequencies_are_as_loaded(self) -> bool:
         """Whether rotary frequencies are float32, with the values that they had: a cast to and fro leaves the dtype."""
-        for name, loaded in self.frequencies.items():
-            try:
-                now = self.model.get_buffer(name)
-            except AttributeError:  # the module was replaced by one that has none of that name
-                continue
-            if now is loaded and now.dtype.itemsize >= 4:
-                continue
-            same = rope_types(self.model.config) & CHANGING_ROPES or torch.equal(now.cpu(), loaded.cpu())
-            if now.dtype.itemsize < 4 or not same:
+        for at, (module, name, loaded) in enumerate(self.frequencies):
+            now = getattr(module, name)
+            if now.dtype.itemsize < 4:
                 return False
-            self.frequencies[name] = now  # moved to another device
+            if now is not loaded:
+                if not rope_types(self.model.config) & CHANGING_ROPES and not torch.equal(now.cpu(), loaded.cpu()):
+                    return False
+                self.frequencies[at] = (module, name, now)  # moved to another device, or changed by the model itself
         return True
 
     def encode(self, text: str) -> list[int]:

@@ -140,8 +140,9 @@ def apply_chat(tokenizer: PreTrainedTokenizerBase, messages: str | Sequence[Mapp
         conversation, goes_on = conversation[:-1], False  # an answer of which nothing is there yet
 
     control = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    control |= {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special and t.content}
-    pattern = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or r"(?!)")
+    control |= {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    longest_first = sorted(filter(None, control), key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
     typed, stand_ins = _without_control_tokens(conversation, pattern)
     try:
         text = tokenizer.apply_chat_template(
