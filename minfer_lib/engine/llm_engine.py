@@ -186,16 +186,17 @@ class LLMEngine(Engine):
             self._deliver(request)
 
     def _deliver(self, request: Request) -> None:
-        """A request has ended: its output goes to whoever asked for it."""
+        """A request has ended: its output is for whoever asked for it."""
+        if not request.owned:
+            self._finished[request] = None
+        request.delivered = True  # last: until then it may be delivered again, which changes nothing
         self.totals.finished[request.finish_reason] += 1
         if request.owned:
-            self._drop(request)
-        else:
-            self._finished[request] = None
+            self._release(request)
 
-    def _drop(self, request: Request) -> None:
-        answers = self._requests.get(request.request_id, ())
-        if all(answer.finished and answer not in self._finished for answer in answers):
+    def _release(self, request: Request) -> None:
+        """Nobody needs the id of a request any more, once all answers of that id have ended."""
+        if all(answer.delivered for answer in self._requests.get(request.request_id, ())):
             self._requests.pop(request.request_id, None)
 
     def _recover(self) -> None:
@@ -209,7 +210,7 @@ class LLMEngine(Engine):
             request.restore(now)
             if not request.finished:
                 self.scheduler.add(request)
-            elif request not in self._finished:
+            elif not request.delivered:
                 self._deliver(request)
 
     def _check_idle(self) -> None:
@@ -244,7 +245,7 @@ class LLMEngine(Engine):
                     self._gates.popleft().release()
 
     def _with_turn(self, act: Callable[[], Any], request: Request | None = None) -> Any:
-        # In one line: nothing can come between the end of the block and the release, not even a debugger's exception.
+        # In one line: no exception can come between the end of the block and the release of the lock.
         with self._turn: return self._act(act, request)  # noqa: E701  # fmt: skip
 
     def _act(self, act: Callable[[], Any], request: Request | None) -> Any:
@@ -303,27 +304,27 @@ class LLMEngine(Engine):
         outputs; the other requests go on with the next step.
         """
         self._advance()
-        outputs, cause = self._with_turn(self._hand_out)
+        cause = next((request.cause for request in list(self._finished) if request.cause is not None), None)
         if cause is None:
-            return outputs
-        failure = GenerationFailed(failed(self.lm.name, cause), outputs)
+            with self._turn: return self._hand_out()  # noqa: E701  # fmt: skip
+        failure = GenerationFailed(failed(self.lm.name, cause), self._hand_out())
         failure.__cause__ = cause
         del self  # the exception keeps this frame, which must not keep the engine
         raise failure
 
-    def _hand_out(self) -> tuple[list[RequestOutput], Exception | None]:
+    def _hand_out(self) -> list[RequestOutput]:
         requests = list(self._finished)
         outputs = [request.output() for request in requests]
-        cause = next((request.cause for request in requests if request.cause is not None), None)
-        # all at once, and last: until then nothing has been handed out
-        deque(map(self._finished.pop, requests), maxlen=0)
-        deque(map(self._drop, requests), maxlen=0)
-        return outputs, cause
+        for request in requests:
+            self._release(request)
+        # The last thing that is done, in one line with the return: until then nothing has been handed out.
+        return [deque(map(self._finished.pop, requests), maxlen=0), outputs][1]
 
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs, or an output has not been handed out yet."""
         scheduler = self.scheduler
-        return bool(self._inbox or self._aborts or scheduler.waiting or scheduler.running or self._finished)
+        queued = self._inbox or self._aborts or scheduler.waiting or scheduler.running
+        return bool(queued or self._finished or self._broken)
 
     def abort(self, request_id: str) -> None:
         """Ends a request wherever it stands; what it has generated is its output, with finish_reason "abort".

@@ -123,6 +123,7 @@ class Request:
     deadline: float | None = None  # second of the engine's clock when its time is up
     arrival: int = 0  # its number among all requests of the engine
     owned: bool = False  # by a `generate` or a `stream`, which reads it itself; otherwise `step` returns its output
+    delivered: bool = False  # it has ended, and whoever asked for it can have its output
     num_computed: int = 0  # tokens, of the prompt and then of the output, that the KV cache holds
     last_step: int = 0  # the number of the last step that computed some of it
     table: Any = None  # its room in the KV cache; None while it waits
@@ -162,8 +163,11 @@ class Request:
 
     def restore(self, now: float) -> None:
         """After a step that was broken off: derives what follows from `token_ids` again."""
+        self.num_computed, self.table = 0, None
+        if self.finished:
+            return
         self._stops = self._decoder = None
-        self._stopped_text, self.num_text, self.num_computed, self.table = "", 0, 0, None
+        self._stopped_text, self.num_text = "", 0
         self.metrics.num_tokens = len(self.token_ids)
         first = 1 if self.params.stop else max(1, len(self.token_ids))  # without stop strings the last token tells
         for count in range(first, len(self.token_ids) + 1):
