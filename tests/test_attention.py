@@ -1,5 +1,9 @@
-"""`packed_attention` against attention as it stands in the paper: one softmax for one token of one head at a time."""
+"""Attention of each backend against attention as it stands in the paper: one softmax for a token of a head at a time.
 
+Whatever does not belong to a request is NaN in all of these tests: nothing may read it.
+"""
+
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -8,20 +12,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minfer_lib import LanguageModel
-from minfer_lib.attention.batch import MOST_IDLE, Context
-from minfer_lib.attention.interface import NAME, PackedBatch, attention_configs, implementation, packed_attention
+from minfer_lib.attention.backends import AttentionBackend, CompiledBackend
+from minfer_lib.attention.batch import PackedBatch
+from minfer_lib.attention.interface import NAME, packed_attention
+from minfer_lib.attention.support import batch_of
+from minfer_lib.attention.torch_backend import TorchBackend, _chunk_mask, _decode_rows
+from minfer_lib.attention.view import view_of
 from minfer_lib.cache.pool import KVPool, LayerShape
 from minfer_lib.errors import UnsupportedModel
+from minfer_lib.kernels.compiled_attention import why_not
 
 LAYER = 3  # any index will do
-GARBAGE = 50.0  # in every row that belongs to nobody: finite, and far too large to go unnoticed
+CPU = torch.device("cpu")
+BACKENDS = [
+    TorchBackend(),
+    pytest.param(
+        CompiledBackend(), marks=pytest.mark.skipif(why_not(torch.float32) is not None, reason="no C compiler")
+    ),
+]
+backends = pytest.mark.parametrize("backend", BACKENDS, ids=["torch", "compiled"])
 
 
 class Case:
     """Requests with random queries, keys and values, `requests` a list of (tokens in the cache, new tokens).
 
-    tables: each request's blocks. Rows of the pools that belong to no request hold `GARBAGE`, the rows of a request
-    that it has not reached yet hold zeros.
+    tables: each request's blocks. All rows of the pools but those of tokens are NaN, those of a request's last block
+    that it has not reached yet included; the last block of the pools, the trash block, holds zeros. Entries of the
+    block tables behind a request's own blocks point anywhere.
     """
 
     def __init__(
@@ -36,20 +53,17 @@ class Case:
         value_dim: int = 8,
         num_blocks: int | None = None,
         seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        backend: AttentionBackend | None = None,
         **special: object,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.requests, self.tables, self.size, self.special = requests, tables, block_size, special
-        self.group, self.heads = heads // kv_heads, heads
-        blocks = num_blocks or 1 + max(block for table in tables for block in table)
-        self.pool = KVPool.of(LayerShape(kv_heads, key_dim, value_dim, torch.float32), blocks * block_size, cpu())
-        self.pool.keys += GARBAGE
-        self.pool.values += GARBAGE
-        for table in tables:
-            for block in table:
-                self.pool.keys[block * block_size : (block + 1) * block_size] = 0
-                self.pool.values[block * block_size : (block + 1) * block_size] = 0
-        draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+        self.group, self.heads, self.backend = heads // kv_heads, heads, backend or TorchBackend()
+        blocks = 1 + (num_blocks or 1 + max(block for table in tables for block in table))
+        self.pool = KVPool.of(LayerShape(kv_heads, key_dim, value_dim, dtype), blocks * block_size, CPU)
+        self.pool.keys[:-block_size] = self.pool.values[:-block_size] = torch.nan
+        draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
         self.queries = [draw(new, heads, key_dim) for _, new in requests]
         self.keys = [draw(old + new, kv_heads, key_dim) for old, new in requests]
         self.values = [draw(old + new, kv_heads, value_dim) for old, new in requests]
@@ -63,9 +77,12 @@ class Case:
 
     def batch(self) -> PackedBatch:
         new_rows = [row for i, (old, _) in enumerate(self.requests) for row in self.rows(i)[old:]]
-        return PackedBatch(
-            {LAYER: self.pool}, self.size, self.tables, [new for _, new in self.requests],
-            [sum(request) for request in self.requests], torch.tensor(new_rows),
+        width = 2 + max(map(len, self.tables))
+        anywhere = [2**30, -7, 0, 10**6, -1]
+        tables = [table + [anywhere[i % 5] for i in range(len(table), width)] for table in self.tables]
+        return batch_of(
+            {LAYER: self.pool}, self.size, tables, [new for _, new in self.requests],
+            [sum(request) for request in self.requests], new_rows, CPU, self.backend,
         )  # fmt: skip
 
     def run(self, batch: PackedBatch | None = None) -> torch.Tensor:
@@ -109,13 +126,9 @@ class Case:
             torch.testing.assert_close(self.pool.values[self.rows(i)], self.values[i], rtol=0, atol=0)
         untouched = torch.ones(len(before[0]), dtype=torch.bool)
         untouched[batch.slot_mapping] = False
-        assert torch.equal(self.pool.keys[untouched], before[0][untouched])
-        assert torch.equal(self.pool.values[untouched], before[1][untouched])
+        for store, old in zip((self.pool.keys, self.pool.values), before, strict=True):
+            torch.testing.assert_close(store[untouched], old[untouched], rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(self.run(), out)  # a step that is computed again, after an interrupt, is the same
-
-
-def cpu() -> torch.device:
-    return torch.device("cpu")
 
 
 def sinks(heads: int = 4) -> torch.Tensor:
@@ -142,6 +155,7 @@ SPECIALS = {
 MIXED = [(4, 1), (0, 1), (11, 1), (0, 5), (6, 4), (1, 2), (0, 12)]
 
 
+@backends
 @pytest.mark.parametrize("special", SPECIALS)
 @pytest.mark.parametrize(
     "tables",
@@ -152,26 +166,35 @@ MIXED = [(4, 1), (0, 1), (11, 1), (0, 5), (6, 4), (1, 2), (0, 12)]
     }.items(),
     ids=lambda item: item[0],
 )
-def test_slots(tables: tuple[str, list[list[int]]], special: str):
-    Case(MIXED, tables[1], 16, **SPECIALS[special]).check()
+def test_slots(tables: tuple[str, list[list[int]]], special: str, backend: AttentionBackend):
+    Case(MIXED, tables[1], 16, backend=backend, **SPECIALS[special]).check()
 
 
+@backends
+@pytest.mark.parametrize("special", SPECIALS)
+def test_slots_of_the_usual_length_far_from_each_other(special: str, backend: AttentionBackend):
+    Case(MIXED, [[30], [2], [11], [5], [9], [21], [0]], 2048, backend=backend, **SPECIALS[special]).check()
+
+
+@backends
 @pytest.mark.parametrize("special", SPECIALS)
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_several_blocks_for_a_request(block_size: int, special: str):
+def test_several_blocks_for_a_request(block_size: int, special: str, backend: AttentionBackend):
     free = torch.randperm(60, generator=torch.Generator().manual_seed(1)).tolist()
     tables = [[free.pop() for _ in range(-(-sum(request) // block_size))] for request in MIXED]
-    Case(MIXED, tables, block_size, num_blocks=60, **SPECIALS[special]).check()
+    Case(MIXED, tables, block_size, num_blocks=60, backend=backend, **SPECIALS[special]).check()
 
 
-def test_one_request_alone():
+@backends
+def test_one_request_alone(backend: AttentionBackend):
     for request in [(0, 1), (0, 9), (8, 1), (3, 6)]:
-        Case([request], [[2]], 9).check()
+        Case([request], [[2]], 9, backend=backend).check()
 
 
-def test_decodes_alone_and_chunks_alone():
-    Case([(3, 1), (9, 1), (0, 1)], [[0], [1], [2]], 10).check()
-    Case([(3, 2), (0, 10), (8, 2)], [[2], [0], [1]], 10).check()
+@backends
+def test_decodes_alone_and_chunks_alone(backend: AttentionBackend):
+    Case([(3, 1), (9, 1), (0, 1)], [[0], [1], [2]], 10, backend=backend).check()
+    Case([(3, 2), (0, 10), (8, 2)], [[2], [0], [1]], 10, backend=backend).check()
 
 
 @st.composite
@@ -195,86 +218,54 @@ def cases(draw: st.DrawFn) -> Case:
     )  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None)
-@given(cases())
-def test_any_mix(case: Case):
+@backends
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_any_mix(case: Case, backend: AttentionBackend):
+    case.backend = backend
     case.check()
 
 
 # -- nobody reads what is another's -----------------------------------------------------------------------------------
 
 
+@backends
 @pytest.mark.parametrize("special", ["plain", "softcap", "sinks", "window"])
 @pytest.mark.parametrize(
     ("tables", "block_size"),
     [
         ([[0], [1], [2], [3]], 12),
-        ([[0], [2], [3], [6]], 12),  # the first stands in the way of nobody, but idle blocks lie between
+        ([[0], [2], [3], [6]], 12),
         ([[0], [20], [9], [40]], 12),
         ([[0, 1, 2], [3, 4], [5, 6, 7, 8], [9]], 3),  # the tables are unequal, and block 0 is the first's
     ],
 )
-def test_what_is_not_a_number_stays_with_its_request(tables: list[list[int]], block_size: int, special: str):
+def test_what_is_not_a_number_stays_with_its_request(
+    tables: list[list[int]], block_size: int, special: str, backend: AttentionBackend
+):
     requests = [(7, 1), (3, 1), (11, 1), (0, 3)]
-    case = Case(requests, tables, block_size, **SPECIALS[special])
-    clean = case.run()
-    assert torch.isfinite(clean).all()
-    owned = {block for table in tables for block in table}
-    for block in range(len(case.pool.keys) // block_size):
-        if block in tables[0] or block not in owned:
-            case.pool.keys[block * block_size : (block + 1) * block_size] = torch.nan
-            case.pool.values[block * block_size : (block + 1) * block_size] = torch.nan
-    out = case.run()
-    assert out[0].isnan().all()
-    torch.testing.assert_close(out[1:], clean[1:])
+    for i in range(len(requests)):
+        case = Case(requests, tables, block_size, backend=backend, **SPECIALS[special])
+        clean = case.run()
+        assert torch.isfinite(clean).all()
+        case.keys[i][:], case.values[i][:] = torch.nan, torch.nan
+        case.pool.keys[case.rows(i)] = case.pool.values[case.rows(i)] = torch.nan
+        out = case.run()
+        mine = torch.tensor([r for r, (_, new) in enumerate(requests) for _ in range(new)]) == i
+        assert out[mine].isnan().all()
+        torch.testing.assert_close(out[~mine], clean[~mine])
 
 
-def test_bfloat16_rounds_and_no_more():
+@backends
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_and_no_more(backend: AttentionBackend, dtype: torch.dtype):
+    if isinstance(backend, CompiledBackend) and why_not(dtype):
+        pytest.skip(why_not(dtype))
     for special in SPECIALS.values():
-        case = Case(MIXED, [[i] for i in range(7)], 16, **special)
-        expected = case.expected()
-        for name in ("queries", "keys", "values"):
-            setattr(case, name, [part.bfloat16() for part in getattr(case, name)])
-        case.pool = KVPool(case.pool.keys.bfloat16(), case.pool.values.bfloat16())
-        assert case.run().dtype == torch.bfloat16
-        torch.testing.assert_close(case.run().float(), expected, rtol=0.05, atol=0.05)
-
-
-# -- how the blocks are read ------------------------------------------------------------------------------------------
-
-
-def context(tables: list[list[int]], kv_lens: list[int], block_size: int) -> Context:
-    batch = PackedBatch({}, block_size, tables, [1] * len(tables), kv_lens, torch.zeros(len(tables), dtype=torch.long))
-    return batch.decode_context
-
-
-def test_neighbouring_blocks_are_read_in_place():
-    pool = torch.arange(5 * 4 * 2).view(5 * 4, 1, 2)
-    side_by_side = context([[1], [2], [3]], [2, 3, 1], 4)
-    read = side_by_side.read(pool, 4)
-    assert read.shape == (3, 1, 3, 2) and read.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr()
-    assert torch.equal(read[1, 0], pool[8:11, 0])
-
-
-def test_idle_blocks_between_are_read_past_up_to_a_point():
-    pool = torch.arange(9 * 4 * 2).view(9 * 4, 1, 2)
-    between = context([[1], [4]], [2, 3], 4)
-    assert between.rows.tolist() == [0, 3] and between.kv_lens == [2, 1, 1, 3]
-    read = between.read(pool, 4)
-    assert read.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr()
-    assert torch.equal(read[between.rows][1, 0], pool[16:19, 0])
-    far = context([[1], [1 + 2 * MOST_IDLE]], [2, 3], 4)
-    assert far.index.tolist() == [[1], [5]] and far.rows is None
-    assert torch.equal(far.read(pool, 4)[1, 0], pool[20:23, 0])
-
-
-def test_blocks_in_any_order_are_put_in_order_of_position():
-    pool = torch.arange(9 * 2 * 2).view(9 * 2, 1, 2)
-    several = context([[3, 0, 7], [5]], [5, 2], 2)
-    read = several.read(pool, 2)
-    assert read.shape == (2, 1, 5, 2)
-    assert read[0, 0, :, 0].tolist() == pool[[6, 7, 0, 1, 14], 0, 0].tolist()
-    assert read[1, 0, :2, 0].tolist() == pool[[10, 11], 0, 0].tolist()
+        case = Case(MIXED, [[i] for i in range(7)], 16, dtype=dtype, backend=backend, **special)
+        out = case.run()
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.float(), case.expected(), rtol=0.05, atol=0.05)
 
 
 # -- who sees whom ----------------------------------------------------------------------------------------------------
@@ -285,51 +276,66 @@ def seen(mask: torch.Tensor) -> list[list[int]]:
     return (mask == 0).int().view(-1, mask.shape[-1]).tolist()
 
 
+def masks_of(q_lens: list[int], kv_lens: list[int]) -> PackedBatch:
+    pools = {0: KVPool.of(LayerShape(1, 1, 1, torch.float32), 8 * (len(q_lens) + 1), CPU)}
+    tables = [[i] for i in range(len(q_lens))]
+    return batch_of(pools, 8, tables, q_lens, kv_lens, [0] * sum(q_lens), CPU)
+
+
 def test_masks_by_hand():
-    batch = PackedBatch({}, 8, [[0], [1], [2], [3]], [1, 1, 3, 2], [4, 2, 3, 5], torch.zeros(7, dtype=torch.long))
-    assert batch.num_decodes == 2
-    assert batch.decode_mask(None, torch.float32).shape == (2, 1, 1, 4)
-    assert seen(batch.decode_mask(None, torch.float32)) == [[1, 1, 1, 1], [1, 1, 0, 0]]
-    assert seen(batch.decode_mask(3, torch.float32)) == [[0, 1, 1, 1], [1, 1, 0, 0]]
-    assert seen(batch.decode_mask(1, torch.float32)) == [[0, 0, 0, 1], [0, 1, 0, 0]]
-    assert seen(batch.chunk_mask(2, None, torch.float32)) == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
-    assert seen(batch.chunk_mask(3, None, torch.float32)) == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-    assert seen(batch.chunk_mask(3, 2, torch.float32)) == [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
-    assert batch.decode_mask(3, torch.bfloat16).dtype == torch.bfloat16
+    batch = masks_of([1, 1, 3, 2], [4, 2, 3, 5])
+    assert batch.num_decodes == 2 and batch.starts.tolist() == [0, 3, 5] and batch.trash_row == 32
+
+    def decodes(window: int | None) -> torch.Tensor:
+        return _decode_rows(batch, window, torch.float32)[1]
+
+    def chunk(row: int, window: int | None, group: int = 1) -> torch.Tensor:
+        return _chunk_mask(batch, row, window, torch.float32, group)
+
+    assert decodes(None).shape == (2, 1, 1, 4)
+    assert seen(decodes(None)) == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert seen(decodes(3)) == [[0, 1, 1, 1], [1, 1, 0, 0]]
+    assert seen(decodes(1)) == [[0, 0, 0, 1], [0, 1, 0, 0]]
+    assert _decode_rows(batch, None, torch.float32)[0].tolist() == [0, 1, 2, 3, 8, 9, 32, 32]  # the trash row
+    assert seen(chunk(2, None)) == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert seen(chunk(3, None)) == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert seen(chunk(3, 2)) == [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+    assert seen(chunk(3, 2, group=2)) == 2 * [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+    assert _decode_rows(batch, 3, torch.bfloat16)[1].dtype == torch.bfloat16
 
 
 def test_masks_are_made_once_for_all_layers():
-    batch = PackedBatch({}, 8, [[0], [1]], [1, 3], [4, 3], torch.zeros(4, dtype=torch.long))
-    for window in (None, 2):
-        assert batch.decode_mask(window, torch.float32) is batch.decode_mask(window, torch.float32)
-        assert batch.chunk_mask(1, window, torch.float32) is batch.chunk_mask(1, window, torch.float32)
-    assert batch.decode_mask(None, torch.float32) is not batch.decode_mask(2, torch.float32)
+    case = Case([(3, 1), (0, 3), (2, 3)], [[0], [1], [2]], 8, sliding_window=2)
+    batch = case.batch()
+    case.run(batch)
+    first = dict(batch.derived)
+    case.run(batch)
+    assert len(first) > 0 and batch.derived.keys() == first.keys()
+    assert all(batch.derived[key] is first[key] for key in first)
+    assert _decode_rows(batch, None, torch.float32)[1] is not _decode_rows(batch, 2, torch.float32)[1]
 
 
 # -- the function and the model ---------------------------------------------------------------------------------------
 
 
 def test_without_a_batch_it_refuses(tiny: LanguageModel):
-    before = tiny.model.config._attn_implementation
-    with (
-        implementation(attention_configs(tiny.model), NAME),
-        torch.no_grad(),
-        pytest.raises(UnsupportedModel, match="without a PackedBatch"),
-    ):
-        tiny.model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
-    assert tiny.model.config._attn_implementation == before
+    before, ids = copy.deepcopy(tiny.model.config), torch.tensor([[1, 2]])
+    with torch.no_grad(), pytest.raises(UnsupportedModel, match="without a PackedBatch"):
+        view_of(tiny.model, NAME)(input_ids=ids, use_cache=False)
+    assert tiny.model.config._attn_implementation == before._attn_implementation != NAME
     with torch.no_grad():
-        assert torch.isfinite(tiny.model(input_ids=torch.tensor([[1, 2]]), use_cache=False).logits).all()
+        assert torch.isfinite(tiny.model(input_ids=ids, use_cache=False).logits).all()
 
 
-def test_the_implementation_is_put_back_whatever_it_was(tiny: LanguageModel):
-    own = tiny.model.config._attn_implementation
-    for before in ("eager", "sdpa"):
-        tiny.model.set_attn_implementation(before)
-        try:
-            with pytest.raises(KeyboardInterrupt), implementation(attention_configs(tiny.model), NAME):
-                assert tiny.model.config._attn_implementation == NAME
-                raise KeyboardInterrupt
-            assert tiny.model.config._attn_implementation == before
-        finally:
-            tiny.model.set_attn_implementation(own)
+def test_a_mask_is_refused(tiny: LanguageModel):
+    """The batch says who sees whom: a mask would be ignored, in silence."""
+    case = Case([(3, 1)], [[0]], 8)
+    query = torch.zeros(1, 4, 1, 8)
+    with pytest.raises(UnsupportedModel, match="was given a mask"):
+        packed_attention(SimpleNamespace(layer_idx=LAYER), query, query[:, :2], query[:, :2], torch.zeros(1, 1, 1, 4),
+                         minfer=case.batch())  # fmt: skip
+    ids = torch.tensor([[1]])
+    with torch.no_grad(), pytest.raises(UnsupportedModel, match="was given a mask"):
+        view_of(tiny.model, NAME)(
+            input_ids=ids, attention_mask=torch.zeros(1, 1, 1, 1), use_cache=False, minfer=case.batch()
+        )
