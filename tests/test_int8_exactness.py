@@ -169,7 +169,8 @@ def test_dynamic_logits_are_bounded_in_company(
 @pytest.mark.parametrize("name", families.EXACT)
 def test_dynamic_alone_engines_agree(int8: Made, name: str):
     lm = int8(name, "dynamic")
-    cached, slots = CachedEngine(lm), LLMEngine(lm)
+    # other kernels of attention round otherwise, which may move an activation to the next code
+    cached, slots = CachedEngine(lm), LLMEngine(lm, backend="torch")
     for prompt in PROMPTS:
         assert tokens(slots.generate(prompt, GREEDY)) == tokens(cached.generate(prompt, GREEDY))
 
