@@ -132,6 +132,15 @@ def test_children_and_twins():
     assert torch.equal(nn.Sequential(model[0])(x), nn.Sequential(twin[0])(x))
 
 
+def test_other_tensors_under_the_same_names():
+    """`nn.Module._parameters`, `_buffers`: without them no merged layer can be made of layers as they are."""
+    layer = nn.BatchNorm1d(2)
+    weight, mean = torch.tensor([3.0, 4.0]), torch.tensor([5.0, 6.0])
+    twin = hf_compat.with_tensors(layer, {"weight": weight, "running_mean": mean}, num_features=7)
+    assert torch.equal(twin.weight, weight) and torch.equal(twin.running_mean, mean) and twin.num_features == 7
+    assert twin.bias is layer.bias and layer.num_features == 2 and torch.equal(layer.weight, torch.ones(2))
+
+
 def test_hooks():
     """`_forward_hooks`, `_forward_pre_hooks`: without them a layer that a hook watches would be quietly replaced."""
     layer = nn.Linear(2, 2)
