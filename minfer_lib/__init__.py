@@ -1,12 +1,10 @@
 """minfer: an LLM inference engine, built chapter by chapter.
 
-Reading order of the modules is that of the chapters: errors, environment, loading (with model_names, packaged, shapes,
-model_files, model_facts), tokenizer, memory; params, sampling, stopping, request, prompts, naive; kv_pool, kv_cache,
-cached; packed_batch, attention, support, scheduler, model_runner, cache_size, trace, interrupts, stream, engine_core,
-engine; absmax, kernels, int8_kernels, int8_linear, calibration, int8, int8_files, bitsandbytes_int8; blocks, paged,
-paged_attention.
-Beside the engine stand `bench`, which measures it, and `learn`, which the notebooks draw and explain with; the engine
-imports neither.
+A folder is a question, in the order of the chapters: `models` (what do I run?), `generation` (what was asked, and which
+token comes next?), `cache` (where are keys and values?), `attention` (who sees whom?), `engine` (who runs when?), `quant`
+(how few bytes will do?), `kernels` (what does the hardware run?). Imports point up this list, with `kernels` below
+`models`. Beside the engine stand `bench`, which measures it, and `learn`, which the notebooks draw and explain with; the
+engine imports neither.
 
 Names are imported when they are first used: torch takes seconds to load, which `python -m minfer_lib --help` need not
 wait for, and what is installed is checked before it is loaded.
@@ -18,16 +16,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cache.blocks import BlockAllocator
-    from .cache.paged import BlockTable, PagedKVCache
-    from .engine.llm_engine import LLMEngine
-    from .engine.serial import CachedEngine, NaiveEngine
-    from .errors import MinferError
-    from .generation.params import SamplingParams
-    from .generation.request import RequestMetrics, RequestOutput, StreamPiece
-    from .models.load import LanguageModel, load_model
-    from .quant.files import save_int8
-    from .quant.quantize import describe_int8, quantize_int8
+    from .cache.blocks import BlockAllocator as BlockAllocator
+    from .cache.paged import BlockTable as BlockTable, PagedKVCache as PagedKVCache
+    from .engine.llm_engine import LLMEngine as LLMEngine
+    from .engine.serial import CachedEngine as CachedEngine, NaiveEngine as NaiveEngine
+    from .errors import MinferError as MinferError
+    from .generation.params import SamplingParams as SamplingParams
+    from .generation.request import (
+        RequestMetrics as RequestMetrics,
+        RequestOutput as RequestOutput,
+        StreamPiece as StreamPiece,
+    )
+    from .models.load import LanguageModel as LanguageModel, load_model as load_model
+    from .quant.files import save_int8 as save_int8
+    from .quant.quantize import describe_int8 as describe_int8, quantize_int8 as quantize_int8
 
 _HOME = {
     "BlockAllocator": "cache.blocks",
@@ -48,24 +50,7 @@ _HOME = {
     "save_int8": "quant.files",
 }
 
-__all__ = [
-    "BlockAllocator",
-    "BlockTable",
-    "CachedEngine",
-    "LLMEngine",
-    "LanguageModel",
-    "MinferError",
-    "NaiveEngine",
-    "PagedKVCache",
-    "RequestMetrics",
-    "RequestOutput",
-    "SamplingParams",
-    "StreamPiece",
-    "describe_int8",
-    "load_model",
-    "quantize_int8",
-    "save_int8",
-]
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
@@ -80,4 +65,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__
