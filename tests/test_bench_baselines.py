@@ -1,5 +1,6 @@
 """The Hugging Face baselines give what `model.generate` gives, padded or not, and leave the model as they found it."""
 
+import codecs
 import itertools
 import warnings
 
@@ -162,7 +163,8 @@ def test_text_prompts_and_texts_of_answers():
     lm = load_model("tiny-random", device="cpu")
     padding_side = lm.tokenizer.padding_side
     out = HFStaticBatch(lm, 2).generate(["Hello", "A longer prompt"], fixed(8, 8))
-    assert [o.text for o in out] == [lm.decode(o.token_ids).rstrip("\ufffd") for o in out]
+    # its tokens are bytes; those of a character that was not finished have no text
+    assert [o.text for o in out] == [codecs.utf_8_decode(bytes(o.token_ids), "replace", False)[0] for o in out]
     assert lm.tokenizer.padding_side == padding_side
     assert len(HFSerial(lm).generate("Hello", SamplingParams(max_tokens=2, n=3))) == 3
 
@@ -179,7 +181,7 @@ def test_what_a_baseline_cannot_do_is_refused(llama, params):
 
 def test_other_refusals(llama):
     for size in (0, -1, True, 2.0, "2", None):
-        with pytest.raises(InvalidParameter, match=f"batch_size={size!r} is not possible"):
+        with pytest.raises(InvalidParameter, match="batch_size must be an integer of 1 or more"):
             HFStaticBatch(llama, size)
     with pytest.raises(PromptTooLong):
         HFSerial(llama).generate([[1] * 128], fixed(1))

@@ -6,7 +6,9 @@ import threading
 import pytest
 import torch
 from transformers.generation import configuration_utils
+from transformers.generation.continuous_batching import continuous_api
 
+from minfer_lib import LLMEngine
 from minfer_lib.bench import HFContinuousBatch, HFSerial, compare, make_engine, mixed_lengths, serve
 from minfer_lib.bench.probe_memory import recipe
 from minfer_lib.bench.roofline import kv_token_bytes
@@ -43,12 +45,12 @@ def wanted(lm):
 
 @pytest.fixture(autouse=True)
 def untouched(lm):
-    """Whatever a test does, the model's attention function is the one before, and no thread is left."""
+    """Whatever a test does, the model's attention function is the one before, and no thread of the library is left."""
     threads = set(threading.enumerate())
     yield
     assert lm.model.config._attn_implementation == "sdpa"
     assert getattr(lm.model, "_cached_continuous_batching_manager", None) is None
-    assert set(threading.enumerate()) <= threads
+    assert {thread for thread in threading.enumerate() if not thread.daemon} <= threads  # tqdm's is one
 
 
 def fixed(*lengths):
@@ -151,6 +153,35 @@ def test_a_comparison_and_a_fresh_process_can_have_it(lm, engine):
 # -- when it fails --------------------------------------------------------------------------------------------------
 
 
+def test_it_runs_beside_an_engine_and_generate_on_the_same_model(lm, engine, wanted):
+    """Each has its own attention function, in its own thread, and gives its own tokens."""
+    ours, serial = LLMEngine(lm, max_num_seqs=2), HFSerial(lm)
+    runs = {"engine": ours, "generate": serial, "continuous": engine}
+    answers = {name: [] for name in runs}
+
+    def run(name):
+        for _ in range(3):
+            answers[name].append(tokens(runs[name].generate(PROMPTS, fixed(*LENGTHS))))
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {name: [wanted] * 3 for name in runs}
+
+
+def test_a_manager_that_a_user_keeps_on_their_model_is_left_alone(lm, engine, wanted):
+    """`_cached_continuous_batching_manager`: without it ours would take it over, and end it."""
+    theirs = object.__new__(continuous_api.ContinuousBatchingManager)
+    lm.model._cached_continuous_batching_manager = theirs
+    try:
+        assert tokens(engine.generate(PROMPTS, fixed(*LENGTHS))) == wanted
+        assert lm.model._cached_continuous_batching_manager is theirs
+    finally:
+        del lm.model._cached_continuous_batching_manager
+
+
 def test_a_failing_model_is_refused_and_leaves_nothing_switched(lm, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no kernel for this")
@@ -162,7 +193,6 @@ def test_a_failing_model_is_refused_and_leaves_nothing_switched(lm, monkeypatch)
 
 def test_a_manager_that_does_not_start_is_refused(lm, monkeypatch):
     def broken(*args, **kwargs):
-        lm.model.set_attn_implementation("eager")  # as far as it came
         raise ValueError("Implementation odd is not supported")
 
     monkeypatch.setattr(lm.model, "init_continuous_batching", broken)
@@ -202,8 +232,6 @@ def test_an_interrupt_ends_the_thread_at_once(lm, engine, wanted, monkeypatch):
 
 
 def test_a_request_that_is_dropped_or_lost_is_an_error(engine, monkeypatch):
-    from transformers.generation.continuous_batching import continuous_api
-
     manager = continuous_api.ContinuousBatchingManager
     with monkeypatch.context() as patch:
         patch.setattr(manager, "add_request", lambda self, *args, **options: None)

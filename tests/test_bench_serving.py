@@ -32,6 +32,7 @@ from minfer_lib.bench.results import metrics_of
 from minfer_lib.bench.roofline import kv_token_bytes
 from minfer_lib.bench.settings import FAST_LABEL
 from minfer_lib.bench.workloads import Workload
+from minfer_lib.engine.scheduler import Scheduler
 from minfer_lib.errors import InvalidParameter
 from minfer_lib.generation.params import SamplingParams
 from minfer_lib.generation.request import RequestMetrics, RequestOutput
@@ -210,7 +211,7 @@ def test_an_interrupt_ends_the_run_and_leaves_the_engine_empty(lm):
         serve(engine, work_of(2, output_len=9))
     engine.runner.forward = forward
     engine.step()
-    assert not engine.has_unfinished() and engine.cache.tokens_used == 0
+    assert not engine.has_unfinished() and engine.cache.blocks_used == 0
     aborting = Batches(lm, clock, batch_size=1)
     aborting.reason = "abort"  # how a serial engine answers an interrupt
     with pytest.raises(KeyboardInterrupt):
@@ -354,7 +355,7 @@ def test_a_run_does_not_profit_from_those_before_it(lm):
     assert engine.stats()["hit_tokens"] == 0  # the same prompts four times
     engine.generate(work.prompts, work.params)
     assert engine.stats()["hit_tokens"] == 3 * 32
-    engine.forget()
+    engine.reset_stats()
     assert engine.stats()["kv_peak_used_tokens"] == engine.stats()["blocks_cached"] == 0
     engine.check_invariants()
 
@@ -374,10 +375,12 @@ def test_the_ladder_has_slots_and_an_engine_can_be_made_again(lm):
     made = recipe(LLMEngine(lm, max_num_seqs=3, max_num_batched_tokens=77, max_model_len=50))
     again = LLMEngine(lm, **made["options"])
     assert (again.max_num_seqs, again.max_num_batched_tokens, again.max_model_len) == (3, 77, 50)
-    paged = LLMEngine(lm, "paged", block_size=7, num_blocks=9, enable_prefix_caching=False, attention_backend="gather")
+    paged = LLMEngine(lm, "paged", block_size=7, num_blocks=9, enable_prefix_caching=False, backend="torch")
     again = LLMEngine(lm, **recipe(paged)["options"])
     assert (again.cache.block_size, again.cache.num_blocks, again.cache.enable_prefix_caching) == (7, 9, False)
-    assert again.runner.kernels.name == "gather"
+    assert again.backend.name == "torch"
+    with pytest.raises(InvalidParameter, match="cannot be made again"):
+        recipe(LLMEngine(lm, scheduler=type("Mine", (Scheduler,), {})))
 
 
 # -- latency against rate -------------------------------------------------------------------------------------------
@@ -472,7 +475,7 @@ def test_what_is_no_curve_is_refused_and_fast_mode_says_so(lm, monkeypatch):
     for rates in ([], [1, 1], [0], [-2], np.array([]), np.array([-1.0, 2.0])):
         with pytest.raises(InvalidParameter, match="rate"):
             latency_curve([engine], work_of(1), rates)
-    with pytest.raises(InvalidParameter, match="repeats=0"):
+    with pytest.raises(InvalidParameter, match="repeats must be"):
         latency_curve([engine], work_of(1), [1], repeats=0)
     monkeypatch.setenv("MINFER_FAST", "1")
     curve = latency_curve([engine], work_of(1), [1000], repeats=5)

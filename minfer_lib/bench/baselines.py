@@ -10,16 +10,16 @@ transformers hands every token to as soon as it is chosen.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from ..errors import InvalidParameter
+from ..errors import InvalidParameter, integer
 from ..generation.params import SamplingParams
 from ..generation.prompts import Prompt, make_requests, resolve_max_model_len
 from ..generation.request import Request, RequestOutput
@@ -60,9 +60,11 @@ class HFSerial:
             check_room(batch, self.lm)
         self._held = (0, 0)
         before = self.computed_tokens
-        with neutral(self.lm):
-            for batch in batches:
-                self._run(batch)
+        model = copy.copy(self.lm.model)  # the same layers
+        # Passing a config to `generate` is not enough: what it leaves at None is filled from the model's, EOS included.
+        model.generation_config = GenerationConfig()
+        for batch in batches:
+            self._run(model, batch)
         outputs = [request.output() for request in requests]
         self._last_padding = padding_share(self.computed_tokens - before, outputs)
         return outputs
@@ -76,13 +78,13 @@ class HFSerial:
         per_token = kv_token_bytes(self.lm)
         return self._held[0] * per_token, self._held[1] * per_token
 
-    def _run(self, batch: list[Request]) -> None:
+    def _run(self, model: PreTrainedModel, batch: list[Request]) -> None:
         """Generate for one batch and replay its tokens, with the moments they came at, into the requests."""
         input_ids, mask = padded_left([request.prompt_token_ids for request in batch], self.lm.device)
         clock = TokenClock()
         config = generation_config(self.lm, batch)
         with torch.no_grad():
-            rows = self.lm.model.generate(
+            rows = model.generate(
                 input_ids, attention_mask=mask, generation_config=config, streamer=clock
             )  # [batch, prompt + new]
         synchronize(self.lm.device)
@@ -111,10 +113,8 @@ class HFStaticBatch(HFSerial):
     name = "HF padded batch"
 
     def __init__(self, lm: LanguageModel, batch_size: int = 8, *, max_model_len: int | None = None) -> None:
-        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-            raise InvalidParameter(f"batch_size={batch_size!r} is not possible: it must be an integer of 1 or more.")
         super().__init__(lm, max_model_len=max_model_len)
-        self.batch_size = batch_size
+        self.batch_size = integer("batch_size", batch_size, at_least=1)
 
 
 class TokenClock(BaseStreamer):
@@ -200,17 +200,3 @@ def generation_config(lm: LanguageModel, batch: Sequence[Request]) -> Generation
         pad_token_id=0,
         use_cache=True,
     )
-
-
-@contextmanager
-def neutral(lm: LanguageModel) -> Iterator[None]:
-    """The model without a generation config of its own, for the time of the block.
-
-    Passing one to `generate` is not enough: what it leaves at None is filled from the model's, EOS ids included.
-    """
-    before = lm.model.generation_config
-    lm.model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        lm.model.generation_config = before

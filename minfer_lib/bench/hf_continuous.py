@@ -1,8 +1,8 @@
 """transformers' own continuous batching as a baseline. All that is known of its interface stands in this module.
 
-Invariant: it runs as its users would run it, at the same limits as our engine, on requests that need no eviction; the
-model leaves each call with the attention function it came with; and no answer is made up: a request that the library
-loses, or whose tokens have no time stamps, is an error.
+Invariant: it runs as its users would run it, at the same limits as our engine, on requests that need no eviction; it
+switches the attention function of a view of the model, never that of the model; and no answer is made up: a request
+that the library loses, or whose tokens have no time stamps, is an error.
 
 Its interface moves between releases, and written for 5.17 to 5.24 this relies on little of it: a manager of
 `init_continuous_batching` with `start`, `add_request`, `get_result` and `stop`, rather than on `generate_batch`, which
@@ -24,12 +24,12 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import configuration_utils
 
-from ..attention.interface import attention_configs, implementation
-from ..engine.cache_size import check_count
-from ..errors import BadEnvironment, GenerationFailed, InvalidParameter, UnsupportedModel
+from ..attention.view import view_of
+from ..errors import BadEnvironment, GenerationFailed, InvalidParameter, UnsupportedModel, integer
 from ..generation.params import SamplingParams
 from ..generation.prompts import Prompt, make_requests, resolve_max_model_len
 from ..generation.request import Request, RequestOutput
+from ..models import hf_compat
 from ..models.load import LanguageModel
 from .baselines import check_supported
 from .machine import synchronize
@@ -61,9 +61,9 @@ class HFContinuousBatch:
         max_batch_tokens: int = 512,
         max_model_len: int | None = None,
     ) -> None:
-        check_count("max_running", max_running)
-        check_count("max_batch_tokens", max_batch_tokens)
-        self.lm, self.max_running, self.max_batch_tokens = lm, max_running, max_batch_tokens
+        self.lm = lm
+        self.max_running = integer("max_running", max_running, at_least=1)
+        self.max_batch_tokens = integer("max_batch_tokens", max_batch_tokens, at_least=1)
         self.max_model_len = resolve_max_model_len(lm, max_model_len)
         self.aside_s = 0.0  # of the last call: starting and stopping, which a server does once
         self._ids = map(str, itertools.count())
@@ -140,14 +140,15 @@ class HFContinuousBatch:
 
     @contextmanager
     def _manager(self, requests: list[Request]) -> Iterator[Any]:
-        """A running manager; afterwards its thread has ended and the model has its own attention function again."""
-        model = self.lm.model
-        attention = model.config._attn_implementation
-        with implementation(attention_configs(model), attention), torch.no_grad():
-            if "auto_switch_to_flash" not in self._fields and self.lm.dtype == torch.float32:
-                model.set_attn_implementation(f"paged|{attention}")  # flash attention has no float32
+        """A running manager over a view of the model; afterwards its thread has ended."""
+        attention = None  # the model's own; the library takes flash attention instead where there is one
+        if "auto_switch_to_flash" not in self._fields and self.lm.dtype == torch.float32:
+            attention = f"paged|{hf_compat.attention_of(self.lm.model.config)}"  # flash attention has no float32
+        view = view_of(self.lm.model, attention)
+        hf_compat.forget_manager(view)
+        with torch.no_grad():
             try:
-                manager = model.init_continuous_batching(
+                manager = view.init_continuous_batching(
                     generation_config=GenerationConfig(do_sample=False, num_beams=1, eos_token_id=-1, pad_token_id=0),
                     continuous_batching_config=self._config(requests),
                 )

@@ -54,7 +54,7 @@ def peak_memory(engine: Any, workload: Workload, timeout_s: float = 1800) -> Pea
     lm = engine.lm
     job = {
         "engine": recipe(engine),
-        "model": lm.model.config._name_or_path or lm.name,  # the folder or hub id it came from, else a name of ours
+        "model": lm.model.config.name_or_path or lm.name,  # the folder or hub id it came from, else a name of ours
         "dtype": dtype_name(lm.dtype),
         "quantization": lm.quantization,
         "weight_bytes": measured_weight_bytes(lm.model),
@@ -82,11 +82,15 @@ def peak_memory(engine: Any, workload: Workload, timeout_s: float = 1800) -> Pea
 def recipe(engine: Any) -> dict[str, Any]:
     """How to make an engine again: its class, and the options it holds under the names of its parameters.
 
-    Raises `InvalidParameter` for one that cannot be made from what can be written down.
+    Its cache may hold them too. An attention backend stands for its name, and a part whose class is the default is left
+    out. Raises `InvalidParameter` for an engine that cannot be made from what can be written down.
     """
     cls = type(engine)
-    names = [name for name in list(inspect.signature(cls).parameters)[1:] if name != "clock"]  # the first is the model
-    options = {name: getattr(engine, name) for name in names if hasattr(engine, name)}
+    parameters = list(inspect.signature(cls).parameters.values())[1:]  # the first is the model
+    names = [p.name for p in parameters if p.name != "clock" and type(getattr(engine, p.name, None)) is not p.default]
+    holders = (getattr(engine, "cache", None), engine)
+    options = {name: getattr(holder, name) for holder in holders for name in names if hasattr(holder, name)}
+    options = {name: value.name if hasattr(value, "attend") else value for name, value in options.items()}
     writable = all(value is None or isinstance(value, int | float | str) for value in options.values())
     if len(options) < len(names) or not writable or cls.__module__ == "__main__":
         raise InvalidParameter(

@@ -49,8 +49,8 @@ class KVMemory:
 def begin(engine: Any) -> None:
     """Before a run: an engine that would profit from earlier ones, by prefixes it still has, forgets them, and what it
     keeps of their fullest moment."""
-    if hasattr(engine, "forget"):
-        engine.forget()
+    if hasattr(engine, "reset_stats"):
+        engine.reset_stats()
 
 
 def kv_memory(engine: Any, metrics: RunMetrics) -> KVMemory:
@@ -66,7 +66,7 @@ def kv_memory(engine: Any, metrics: RunMetrics) -> KVMemory:
     if not isinstance(told, int):
         reserved, used = told
         return KVMemory(reserved, None if getattr(engine, "gives_out_cache", False) else reserved, used)
-    if hasattr(engine, "forget"):
+    if hasattr(engine, "reset_stats"):
         stats, per_token = engine.stats(), told // engine.kv_tokens
         held, used = (int(stats[f"kv_peak_{name}_tokens"]) * per_token for name in ("held", "used"))
         return KVMemory(told, held, used)

@@ -21,6 +21,7 @@ class SlotKVCache(BlockStore):
     """One slot of `max_len` tokens for each of at most `num_slots` running requests."""
 
     shares_prompts = False  # a slot has one owner
+    enable_prefix_caching = False
 
     def __init__(self, layers: Mapping[int, LayerShape], num_slots: int, max_len: int, device: torch.device) -> None:
         super().__init__(layers, num_slots, max_len, device, max_num_seqs=num_slots, max_model_len=max_len)

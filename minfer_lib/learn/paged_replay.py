@@ -6,6 +6,7 @@ the same lengths take the same blocks. Nothing is random, and no memory is reser
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,13 +15,12 @@ import torch
 
 from ..cache.paged import PagedKVCache
 from ..cache.slots import SlotKVCache
-from ..engine.cache_size import check_count
 from ..engine.scheduler import Scheduler
 from ..engine.trace import StepTrace
-from ..errors import InvalidParameter
+from ..errors import InvalidParameter, integer
 from ..generation.params import SamplingParams
 from ..generation.request import Request, RequestMetrics
-from ..models.tokenizer import StreamDecoder
+from ..generation.sampling import Samples
 
 APART = 1_000_000  # token ids of one request from those of the next
 
@@ -96,58 +96,55 @@ def replay(
             f"for {room}. Shorten it, or make the pool larger."
         )
     scheduler = Scheduler(
-        cache, max_num_seqs=check_count("max_num_seqs", max_num_seqs),
-        max_num_batched_tokens=check_count("max_num_batched_tokens", max_num_batched_tokens),
+        cache, max_num_seqs=integer("max_num_seqs", max_num_seqs, at_least=1),
+        max_num_batched_tokens=integer("max_num_batched_tokens", max_num_batched_tokens, at_least=1),
         watermark=watermark if paged else 0,
     )  # fmt: skip
     coming = sorted(
-        ((asked.arrives, answers) for asked, answers in zip(requests, _answers(requests), strict=True)),
+        ((asked.arrives, answers) for asked, answers in zip(requests, _answers(requests, room), strict=True)),
         key=lambda one: one[0],
     )
     steps: list[StepTrace] = []
-    clock = 0
+    clock, arrivals = 0, itertools.count(1)
     while coming or scheduler.waiting or scheduler.running:
         if not scheduler.waiting and not scheduler.running:
             clock = max(clock, coming[0][0])
         while coming and coming[0][0] <= clock:
             for request in coming.pop(0)[1]:
+                request.arrival = next(arrivals)
                 scheduler.add(request)
-        steps.append(_step(scheduler, cache, room))
+        steps.append(_step(scheduler, cache))
         clock += 1
     return steps
 
 
-def _answers(requests: Sequence[ReplayRequest]) -> list[list[Request]]:
-    """For each request its n answers, as the engine makes them."""
-    made = []
+def _answers(requests: Sequence[ReplayRequest], room: int) -> list[list[Request]]:
+    """For each request its n answers, as the engine makes them. room: tokens that one request can have."""
+    everyone = []
     for number, asked in enumerate(requests):
         own = range(APART * (number + 1), APART * (number + 1) + asked.prompt - asked.shared)
         ids = [*range(asked.shared), *own]
         params = SamplingParams(max_tokens=asked.output, ignore_eos=True)
+        most = min(asked.output, room + 1 - asked.prompt)  # the last token is never computed, and needs no room
         answers = [
             Request(
-                str(number), index, ids, params, index, asked.output, frozenset(), StreamDecoder(None, ids),
-                RequestMetrics(0.0), priority=asked.priority,
+                str(number), index, ids, params, seed=0, max_new_tokens=most, eos_ids=frozenset(), tokenizer=None,
+                metrics=RequestMetrics(0.0), priority=asked.priority,
             )
             for index in range(asked.n)
         ]  # fmt: skip
         for answer in answers:
-            answer.siblings = tuple(other for other in answers if other is not answer)
-        made.append(answers)
-    return made
+            answer.siblings = answers
+        everyone.append(answers)
+    return everyone
 
 
-def _step(scheduler: Scheduler, cache: PagedKVCache | SlotKVCache, room: int) -> StepTrace:
-    """One step: as `engine_core.EngineCore._step`, with a counted token in place of a sampled one."""
-    chunks = scheduler.schedule()
-    gained = {chunk.request for chunk in chunks if chunk.samples}
-    trace = StepTrace.of(chunks, gained, scheduler, cache, in_full=True)
-    for request in gained:
-        token = -1 - APART * (int(request.request_id) + 1) - 1000 * request.index - len(request.token_ids)
-        request.append(token, None, 0.0)
-        if request.num_tokens > room:
-            request.finish("length", 0.0, stop_reason="kv_cache_full")
-    for chunk in chunks:
-        scheduler.computed(chunk)
-    scheduler.remove_finished()
+def _step(scheduler: Scheduler, cache: PagedKVCache | SlotKVCache) -> StepTrace:
+    """One step: as `LLMEngine._step`, with counted tokens in place of sampled ones."""
+    plan = scheduler.schedule()
+    sampled = [request for request, tokens in plan.items() if request.num_computed + tokens == request.num_tokens]
+    token_ids = [-1 - APART * (int(r.request_id) + 1) - 1000 * r.index - len(r.token_ids) for r in sampled]
+    samples = Samples(token_ids, [None] * len(sampled))
+    trace = StepTrace.of(plan, samples, scheduler, cache)
+    scheduler.update(plan, samples, 0.0)
     return trace
