@@ -1,10 +1,10 @@
 """minfer: an LLM inference engine, built chapter by chapter.
 
 A folder is a question, in the order of the chapters: `models` (what do I run?), `generation` (what was asked, and which
-token comes next?), `cache` (where are keys and values?), `attention` (who sees whom?), `engine` (who runs when?), `quant`
-(how few bytes will do?), `kernels` (what does the hardware run?). Imports point up this list, with `kernels` below
-`models`. Beside the engine stand `bench`, which measures it, and `learn`, which the notebooks draw and explain with; the
-engine imports neither.
+token comes next?), `cache` (where are keys and values?), `attention` (who sees whom?), `engine` (who runs when?),
+`quant` (how few bytes will do?), `kernels` (what does the hardware run?). Imports point up this list, with `kernels`
+below `models`. Beside the engine stand `bench`, which measures it, and `learn`, which the notebooks draw and explain
+with; the engine imports neither.
 
 Names are imported when they are first used: torch takes seconds to load, which `python -m minfer_lib --help` need not
 wait for, and what is installed is checked before it is loaded.
@@ -15,21 +15,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from .cache.blocks import BlockAllocator as BlockAllocator
-    from .cache.paged import BlockTable as BlockTable, PagedKVCache as PagedKVCache
-    from .engine.llm_engine import LLMEngine as LLMEngine
-    from .engine.serial import CachedEngine as CachedEngine, NaiveEngine as NaiveEngine
-    from .errors import MinferError as MinferError
-    from .generation.params import SamplingParams as SamplingParams
-    from .generation.request import (
-        RequestMetrics as RequestMetrics,
-        RequestOutput as RequestOutput,
-        StreamPiece as StreamPiece,
-    )
-    from .models.load import LanguageModel as LanguageModel, load_model as load_model
-    from .quant.files import save_int8 as save_int8
-    from .quant.quantize import describe_int8 as describe_int8, quantize_int8 as quantize_int8
+if TYPE_CHECKING:  # for editors
+    # ruff: noqa: F401
+    from .cache.blocks import BlockAllocator
+    from .cache.paged import BlockTable, PagedKVCache
+    from .engine.llm_engine import LLMEngine
+    from .engine.serial import CachedEngine, NaiveEngine
+    from .errors import MinferError
+    from .generation.params import SamplingParams
+    from .generation.request import RequestMetrics, RequestOutput, StreamPiece
+    from .models.load import LanguageModel, load_model
+    from .quant.files import save_int8
+    from .quant.quantize import describe_int8, quantize_int8
 
 _HOME = {
     "BlockAllocator": "cache.blocks",
