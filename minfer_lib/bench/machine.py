@@ -8,7 +8,6 @@ nobody who has to live under it. Measurements are made once a process and kept.
 from __future__ import annotations
 
 import functools
-import os
 import platform
 import subprocess
 import time
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..models import host
 from .settings import fast_mode
 
 if TYPE_CHECKING:
@@ -31,15 +31,17 @@ PACKAGE = Path(__file__).resolve().parent.parent
 def provenance(device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> dict[str, object]:
     """Where and with what something was measured, ready for JSON.
 
-    Keys: device, cpu, gpu (None without), cores, threads, os, python, torch, transformers, minfer, commit (of the
-    repository this package is part of, with "-dirty" if it has changes; None outside of one), date (UTC), dtype.
+    Keys: device, cpu, gpu (None without), cores, cpu_quota (CPUs that a container grants the time of; None without),
+    threads, os, python, torch, transformers, minfer, commit (of the repository this package is part of, with "-dirty"
+    if it has changes; None outside of one), date (UTC), dtype.
     """
     device = torch.device(device)
     return {
         "device": device.type,
-        "cpu": cpu_name(),
+        "cpu": host.cpu_name(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": host.cpus_allowed(),
+        "cpu_quota": host.cpu_quota(),
         "threads": torch.get_num_threads(),
         "os": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -82,20 +84,6 @@ def weights_name(lm: LanguageModel) -> str:
     else:
         return dtype
     return f"{kind}, rest {dtype}"
-
-
-def cpu_name() -> str:
-    """The CPU's model name as the operating system knows it."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(errors="replace").splitlines():
-            if line.lower().startswith("model name"):
-                return line.partition(":")[2].strip()
-    if platform.system() == "Darwin":
-        name = _output_of(["sysctl", "-n", "machdep.cpu.brand_string"])
-        if name:
-            return name
-    return platform.processor() or platform.machine() or "unknown CPU"
 
 
 def commit() -> str | None:
