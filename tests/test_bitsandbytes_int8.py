@@ -188,14 +188,40 @@ def test_thresholds_that_are_not_possible(tiny, threshold):
 
 
 def test_names_that_are_not_there(tiny, family):
-    with pytest.raises(InvalidParameter, match=r"'gate'.*whole parts"):
-        bitsandbytes_int8(tiny, skip=("gate", "lm_head"))
-    for skip in ("", [3], [""]):
-        with pytest.raises(InvalidParameter, match="list of names"):
+    for skip in (("gate", "lm_head"), "", [""]):
+        with pytest.raises(InvalidParameter, match="names no linear layer of tiny-random"):
             bitsandbytes_int8(tiny, skip=skip)
-    with pytest.raises(UnsupportedModel, match=r"\(llama\) has no linear layer that is not skipped"):
+    with pytest.raises(InvalidParameter, match="skip must be names"):
+        bitsandbytes_int8(tiny, skip=[3])
+    with pytest.raises(UnsupportedModel, match=r"\(llama\) has no linear layer to quantise beside"):
         bitsandbytes_int8(family("llama"), skip=("layers", "lm_head"))
     assert not kinds(tiny)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_model_that_was_changed_in_part_says_so(tiny, monkeypatch, at):
+    lm, calls, converted = copied(tiny), [], module.converted
+
+    def breaking(*args):
+        calls.append(1)
+        if len(calls) > at:
+            raise RuntimeError("no memory")
+        return converted(*args)
+
+    monkeypatch.setattr(module, "converted", breaking)
+    kind, message = (
+        (RuntimeError, "^no memory") if at == 0 else (UnsupportedModel, r"no memory\. It was changed on the")
+    )
+    with pytest.raises(kind, match=message):
+        bitsandbytes_int8(lm)
+    assert len(kinds(lm)) == at
+
+
+def test_a_logger_whose_level_somebody_chose_keeps_it(tiny, monkeypatch):
+    logger = logging.getLogger(module.NOISE_OF_PRODUCTS)
+    monkeypatch.setattr(logger, "level", logging.DEBUG)
+    bitsandbytes_int8(copied(tiny))
+    assert logger.level == logging.DEBUG
 
 
 def test_the_threshold_reaches_the_library(tiny):

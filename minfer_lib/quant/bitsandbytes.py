@@ -19,10 +19,10 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from ..errors import BadEnvironment, InvalidParameter, UnsupportedModel, must_be, number
+from ..errors import BadEnvironment, UnsupportedModel, number
 from ..models.hf_compat import Conv1D
 from ..models.load import LanguageModel
-from .quantize import HEAD, broken_off, check_not_quantized, holds_part
+from .quantize import HEAD, broken_off, check_not_quantized, linear_layers, skipped_names
 
 NOISE_OF_PRODUCTS = "bitsandbytes.autograd._functions"  # a line for every product whose input is not float16
 NOISE_OF_IMPORT = "bitsandbytes.backends.cpu.ops"  # that an optional package with 4-bit kernels is missing
@@ -37,9 +37,8 @@ def bitsandbytes_int8(
     are cast to float16 inside the product, as the library does it. On a GPU the layers are quantised there.
 
     threshold: activations of at least this size make their feature an outlier; 0 keeps none apart.
-    skip: a name, or names, of modules that stay as they are. A name means every module whose dotted name contains it as
-      whole parts ("mlp", "layers.0", "self_attn.q_proj"); "lm_head" means the output layer, whatever the family calls
-      it. A tied output layer that is not skipped gets int8 weights of its own, beside the embedding, which stays.
+    skip: names that stay as they are, as for `quantize_int8`. A tied output layer that is not skipped gets int8 weights
+      of its own, beside the embedding, which stays.
 
     What is no plain linear layer (`nn.Linear`, or GPT-2's `Conv1D`) stays too: embeddings, norms, stacked experts.
 
@@ -52,15 +51,18 @@ def bitsandbytes_int8(
     """
     threshold = number("threshold", threshold, "a number of at least 0 (6 in the paper; 0: off)", lambda x: x >= 0)
     check_not_quantized(lm)
-    names = linear_layers(lm, skip)
+    names = list(linear_layers(lm, skipped_names(skip)))
     for name in names:
         check_weight(lm, name)
     bnb = imported()
-    try:
-        for name in names:
-            lm.model.set_submodule(name, converted(bnb, lm.model.get_submodule(name), threshold))
-    except Exception as error:
-        raise broken_off(lm.name, error) from error
+    for name in names:
+        try:
+            layer = converted(bnb, lm.model.get_submodule(name), threshold)
+        except Exception as error:
+            if name == names[0]:
+                raise
+            raise broken_off(lm.name, error) from error
+        lm.model.set_submodule(name, layer)
     # a level rather than a filter: lines that are filtered are still made, which would cost time in every product
     products = logging.getLogger(NOISE_OF_PRODUCTS)
     if products.level == logging.NOTSET:  # else somebody wants to hear of them, or not
@@ -84,33 +86,6 @@ def converted(bnb: ModuleType, layer: nn.Linear | Conv1D, threshold: float) -> n
     new.init_8bit_state()  # what the first call would do: the library then keeps the scales where no counter looks,
     new.register_buffer("scales", scales, persistent=False)  # so the same tensor is named as a buffer too
     return new.train(layer.training)  # in training mode it would multiply in another way
-
-
-def linear_layers(lm: LanguageModel, skip: str | Sequence[str]) -> list[str]:
-    """Dotted names of the layers that are to be replaced. Raises as `bitsandbytes_int8` does."""
-    skip = (skip,) if isinstance(skip, str) else tuple(skip)
-    if not all(isinstance(name, str) and name for name in skip):
-        raise must_be("skip", "the name of a module, or a list of names", skip)
-    head = lm.model.get_output_embeddings()
-    unused = set(skip) - {HEAD}  # a model may have no output layer of that kind, or call it otherwise
-    chosen = []
-    for name, module in lm.model.named_modules():
-        hits = {part for part in skip if (part == HEAD and module is head) or holds_part(part, name)}
-        unused -= hits
-        # subclasses do something of their own that the library's layer would not
-        if type(module) in (nn.Linear, Conv1D) and not hits:
-            chosen.append(name)
-    if unused:
-        raise InvalidParameter(
-            f"skip names {sorted(unused)[0]!r}, but no module of {lm.name} has that name. `lm.model.named_modules()` "
-            "lists them; a name must match whole parts between dots."
-        )
-    if not chosen:
-        raise UnsupportedModel(
-            f"{lm.name} ({lm.model.config.model_type}) has no linear layer that is not skipped, so there is nothing "
-            "for bitsandbytes to quantise. Skip less, or choose a model of another family, such as Llama or Qwen2."
-        )
-    return chosen
 
 
 def check_weight(lm: LanguageModel, name: str) -> None:

@@ -95,9 +95,7 @@ def quantize_int8(
     mode = ("dynamic" if place.type == "cpu" else "none") if activations is None else activations
     if mode not in ACTIVATIONS:
         raise must_be("activations", one_of(ACTIVATIONS), activations)
-    names = (skip,) if isinstance(skip, str) else tuple(skip) if isinstance(skip, Iterable) else (skip,)
-    if not all(isinstance(name, str) for name in names):
-        raise must_be("skip", "names of layers (() skips none)", skip)
+    names = skipped_names(skip)
     if not isinstance(embedding, bool):
         raise must_be("embedding", "True or False", embedding)
     alpha = number("smoothing", smoothing, "a number from 0 (off) to 1", lambda x: 0 <= x <= 1)
@@ -124,7 +122,7 @@ def _quantize(
 ) -> None:
     mode, embedding, kernel = options["activations"], options["embedding"], options["kernel"]
     head = _head_name(lm.model)
-    layers = _layers(lm, tuple(options["skip"]), head)
+    layers = linear_layers(lm, options["skip"])
     tied = head is not None and lm.model.get_submodule(head).weight is lm.model.get_input_embeddings().weight
     if embedding and tied and head not in layers:
         raise InvalidParameter(
@@ -207,29 +205,36 @@ def _head_name(model: nn.Module) -> str | None:
     return None if head is None else next((name for name, module in model.named_modules() if module is head), None)
 
 
-def _layers(lm: LanguageModel, skip: tuple[str, ...], head: str | None) -> dict[str, nn.Module]:
+def skipped_names(skip: str | Iterable[str]) -> list[str]:
+    """What a user names in `skip`, as a list. Raises `InvalidParameter` for what is no name."""
+    names = [skip] if isinstance(skip, str) else list(skip) if isinstance(skip, Iterable) else [skip]
+    if not all(isinstance(name, str) for name in names):
+        raise must_be("skip", "names of layers (() skips none)", skip)
+    return names
+
+
+def linear_layers(lm: LanguageModel, skip: list[str]) -> dict[str, nn.Module]:
     """The linear layers to quantise, by their dotted names, in the order of the model."""
+    head = _head_name(lm.model)
     # a subclass, a forward of its own or a hook computes something else
     linear = {
         name: module
         for name, module in lm.model.named_modules()
         if type(module) in (nn.Linear, Conv1D) and not ("forward" in vars(module) or hf_compat.has_hooks(module))
     }
-    if unknown := [s for s in skip if s != HEAD and not any(holds_part(s, name) for name in linear)]:
+    if unknown := [s for s in skip if s != HEAD and not any(_holds_part(s, name) for name in linear)]:
         some = ", ".join(f"`{name}`" for name in list(linear)[:3])
         raise InvalidParameter(
             f"skip={shown(unknown[0])} names no linear layer of {lm.name}. Its layers are called {some}, ..."
         )
-    skipped = {name for name in linear for s in skip if (name == head if s == HEAD else holds_part(s, name))}
+    skipped = {name for name in linear for s in skip if (name == head if s == HEAD else _holds_part(s, name))}
     if not linear.keys() - skipped:
-        raise UnsupportedModel(
-            f"{lm.name} has no linear layer to quantise"
-            + (f" beside what skip={shown(skip)} names." if linear else ".")
-        )
+        beside = f" beside what skip={shown(skip)} names" if linear else ""
+        raise UnsupportedModel(f"{lm.name} ({lm.model.config.model_type}) has no linear layer to quantise{beside}.")
     return {name: module for name, module in linear.items() if name not in skipped}
 
 
-def holds_part(part: str, name: str) -> bool:
+def _holds_part(part: str, name: str) -> bool:
     """Whether a dotted name holds `part` as whole components."""
     return bool(part) and f".{part}." in f".{name}."
 
