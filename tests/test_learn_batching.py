@@ -172,7 +172,7 @@ def test_slots_of_an_engine_are_those_it_owns():
     engine = at_work()
     figure = plots.slots_map(engine)
     held = [request.num_computed for request in engine.scheduler.running]
-    assert len(held) == 3 and sum(held) == engine.cache.tokens_used
+    assert len(held) == 3 and sum(held) == engine.cache.tokens_used(engine.scheduler.running)
     texts = [t.get_text() for t in figure.axes[0].texts]
     assert texts == [f"{n}: {count} of 64" for n, count in enumerate(held)] + ["free", "free"]
     share = sum(held) / (5 * 64)

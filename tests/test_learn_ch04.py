@@ -83,15 +83,16 @@ def test_rows_and_schedules_are_those_of_the_engine(lm):
     engine = LLMEngine(lm, max_num_seqs=3, max_num_batched_tokens=7, max_model_len=64)
     built, build = [], engine.runner.build
 
-    def spy(chunks):
-        new = {c.request.request_id for c in chunks} - {r.request_id for r in before}
-        row = [(c.request.next_tokens(c.num_tokens), c.request.num_computed) for c in chunks]
+    def spy(plan):
+        new = {r.request_id for r in plan} - {r.request_id for r in before}
+        one_first = sorted(plan.items(), key=lambda item: item[1] > 1)
+        row = [(r.tokens(r.num_computed, r.num_computed + n), r.num_computed) for r, n in one_first]
         running = [(r.request_id, max(0, len(r.prompt_token_ids) - r.num_computed)) for r in before]
         everybody = [r for r in engine.scheduler.running if r.request_id in new] + engine.scheduler.waiting
         waiting = [(r.request_id, len(r.prompt_token_ids)) for r in everybody]
         expected = schedule(running, waiting, 7, 3)
-        assert {c.request.request_id: c.num_tokens for c in chunks} == expected
-        inputs = build(chunks)
+        assert {r.request_id: tokens for r, tokens in plan.items()} == expected
+        inputs = build(plan)
         built.append((pack(row), inputs))
         return inputs
 

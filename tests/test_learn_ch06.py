@@ -70,10 +70,10 @@ class TestExercises(ExerciseChecks):
 @pytest.mark.parametrize("block_size", [1, 2, 7, 16])
 def test_rows_are_those_of_a_block_table(block_size):
     blocks = random.Random(block_size).sample(range(40), 5)
-    table = BlockTable(block_size, blocks, tokens=5 * block_size)
-    positions = range(table.tokens)
+    table = BlockTable(block_size, blocks)
+    positions = range(5 * block_size)
     rows = [row_of(blocks, block_size, position) for position in positions]
-    assert rows == [table.row(position) for position in positions] and len(set(rows)) == table.tokens
+    assert rows == [table.row(position) for position in positions] and len(set(rows)) == len(positions)
 
 
 def test_merged_parts_are_the_softmax_in_any_order():
@@ -97,6 +97,8 @@ def test_merged_parts_are_the_softmax_in_any_order():
 class Tokens(list):
     """A list of token ids as a request is to the cache."""
 
+    table = None
+    num_computed = 0
     __hash__ = object.__hash__
     num_tokens = property(len)
 
@@ -113,16 +115,18 @@ def test_appending_takes_and_copies_the_blocks_that_the_cache_does(block_size):
     first = {"blocks": [], "tokens": 0}
     for n in range(4):
         append(first, n, pool, references, free)
-    assert cache.allocate("first", 4)
+    one, two = Tokens(range(7)), Tokens([0, 1, 2, 3, "b"])
+    assert cache.allocate(one, 4)
     second = {"blocks": list(first["blocks"]), "tokens": 4}
     for block in second["blocks"]:
         references[block] += 1
-    assert cache.allocate("second", 5, prefix=cache.fork("first", 4))
+    assert cache.allocate(two, 5, prefix=cache.fork(one, 4))
     append(second, "b", pool, references, free)
     for n in range(3):
         append(first, f"a{n}", pool, references, free)
-        assert cache.allocate("first", 5 + n, 4 + n)
-    cache.check_invariants()
+        assert cache.allocate(one, 5 + n)
+    one.num_computed, two.num_computed = 7, 5
+    cache.check_invariants([one, two])
     allocator: BlockAllocator = cache.allocator
     assert len(free) == allocator.num_free
     assert sorted(references) == sorted(allocator.references(block) for block in range(count))
@@ -135,13 +139,14 @@ def test_what_matches_is_what_the_cache_finds(length):
     cache = PagedKVCache({}, 8, 4, torch.device("cpu"))
     owner = Tokens(range(10))
     assert cache.allocate(owner, 10)
-    cache.commit(owner, 10)
+    owner.num_computed = 10
+    cache.cache_blocks(owner)
     known, key = {}, b""
     for begin in (0, 4):
         key = block_key(key, owner[begin : begin + 4])
         known[key] = begin // 4
     for prompt in (Tokens(range(length)), Tokens([*range(5), 9, 9, 9, 9][:length])):
-        expected = cache.match(prompt).tokens
+        expected = cache.find_prefix(prompt).tokens
         assert matched(prompt, known, 4, lambda before, tokens: block_key(before or b"", tokens)) == expected
 
 
@@ -153,7 +158,7 @@ def test_the_victim_is_the_one_that_the_scheduler_takes():
 
     def spy(scheduler, request):
         running = [
-            {"name": r.request_id, "priority": r.priority, "arrival": scheduler._arrivals[r], "blocks": 0,
+            {"name": r.request_id, "priority": r.priority, "arrival": r.arrival, "blocks": 0,
              "generated": len(r.token_ids)}
             for r in scheduler.running
         ]  # fmt: skip

@@ -44,7 +44,7 @@ def slots():
 
 
 def timed(steps):
-    return [step.timed(n, n + 0.1, n + 0.2, n + 0.8, n + 0.9) for n, step in enumerate(steps)]
+    return [step.timed(n, n + 0.1, n + 0.8, n + 0.9) for n, step in enumerate(steps)]
 
 
 def block(tables, num_blocks=4, size=4, cached=(), **sums):
@@ -221,8 +221,8 @@ def test_whatever_is_replayed_ends_and_adds_up(requests, size, spare, caching):
     num_blocks = -(-max(request.prompt for request in requests) // size) + spare
     step = paged_replay._step
 
-    def checked(scheduler, cache, room):
-        trace = step(scheduler, cache, room)
+    def checked(scheduler, cache):
+        trace = step(scheduler, cache)
         scheduler.check_invariants()
         return trace
 
@@ -260,8 +260,9 @@ def test_what_cannot_be_replayed_is_refused():
     for options, message in (
         ({"num_blocks": 4}, "A prompt of 21 tokens can never run in 4 blocks of 4 tokens"),
         ({"kv_cache": "slots", "block_size": 16}, "there is room for 16"),
-        ({"block_size": 0}, "block_size=0"),
-        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"block_size": 0}, "block_size must be"),
+        ({"num_blocks": 0}, "num_blocks must be"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be"),
         ({"kv_cache": "pages"}, "must be 'paged' or 'slots'"),
     ):
         with pytest.raises(InvalidParameter, match=message):

@@ -81,6 +81,10 @@ def replay(
     """
     if kv_cache not in ("paged", "slots"):
         raise InvalidParameter(f"kv_cache={kv_cache!r} is not possible: it must be 'paged' or 'slots'.")
+    num_blocks, block_size = (
+        integer("num_blocks", num_blocks, at_least=1),
+        integer("block_size", block_size, at_least=1),
+    )
     paged = kv_cache == "paged"
     device = torch.device("cpu")
     cache: PagedKVCache | SlotKVCache = (

@@ -185,7 +185,7 @@ def slots_map(
     """
     if not isinstance(used, Sequence):
         cache = used.cache
-        held = {cache.block_table(request)[0]: request for request in used.scheduler.running}
+        held = {request.table.blocks[0]: request for request in used.scheduler.running}
         owners = [held.get(slot) for slot in range(cache.num_blocks)]
         labels = [owner and owner.request_id for owner in owners]
         reserved, bytes_per_token = cache.block_size, cache.bytes_per_token
