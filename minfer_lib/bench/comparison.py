@@ -43,7 +43,7 @@ from .workloads import Workload, fixed_lengths
 class Engine(Protocol):
     """What can be compared: our engines and the baselines.
 
-    Optional: `kv_bytes()`, reserved or (reserved, used); `forget()` with `stats()`, as `LLMEngine` has them;
+    Optional: `kv_bytes()`, reserved or (reserved, used); `reset_stats()` with `stats()`, as `LLMEngine` has them;
     `aside_s`, seconds of the last `generate` that a server would spend once and that are not counted; what
     `usage.computed_tokens` reads.
     """
