@@ -57,7 +57,7 @@ def check(product, x: torch.Tensor, weights: Int8Linear) -> None:
     assert found.dtype == x.dtype and found.shape == (len(x), len(codes))
     rows = x.float()
     if weights.activations == "dynamic":
-        exact = rows if smoothing is None else rows / smoothing
+        exact = rows if smoothing is None else rows * (1.0 / smoothing)
         rounded, token_scale = token_codes(rows, smoothing)
         rows = rounded.double() * token_scale.double()
         # a number halfway between two codes may go to either, since the ways differ in the order of their operations

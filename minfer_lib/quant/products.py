@@ -80,7 +80,7 @@ PRODUCTS = DYNAMIC | {"triton": triton}
 def token_codes(rows: torch.Tensor, smoothing: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes -127..127 (as floats) and scales [m, 1] of tokens [m, in]; the scale of one that is not finite is NaN."""
     if smoothing is not None:
-        rows = rows / smoothing
+        rows = rows * (1.0 / smoothing)
     peak = rows.abs().amax(-1, keepdim=True) if rows.shape[-1] else rows.new_zeros(len(rows), 1)
     tiny = peak < TINY
     codes = torch.where(tiny, 0.0, rows * (127.0 / peak.where(~tiny, 1.0))).round()

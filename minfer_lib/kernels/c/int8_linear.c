@@ -45,8 +45,9 @@ static inline uint16_t to_bfloat16(float value) {
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);              /* to nearest, ties to even */
 }
 
-static inline float number_at(const void *x, int64_t dtype, int64_t at) {
-    return dtype == FLOAT32 ? ((const float *)x)[at] : from_bfloat16(((const uint16_t *)x)[at]);
+static void read_row(const void *x, int64_t dtype, int64_t k, float *restrict out) {
+    if (dtype == FLOAT32) memcpy(out, x, (size_t)k * sizeof(float));
+    else for (int64_t j = 0; j < k; j++) out[j] = from_bfloat16(((const uint16_t *)x)[j]);
 }
 
 static inline void write(void *out, int64_t dtype, int64_t at, float value) {
@@ -57,14 +58,12 @@ static inline void write(void *out, int64_t dtype, int64_t at, float value) {
 /* One token to codes 1..255 that stand for -127..127; returns its scale. The magnitudes are compared as
    integers, among which NaN and infinity are the largest: such a token gets the scale NaN, and so does
    all that comes of it. */
-static inline float quantize(const void *restrict x, int64_t dtype, const float *restrict smoothing, int64_t k,
-                             uint8_t *restrict codes) {
+static float quantize_row(float *restrict x, const float *restrict inverse, int64_t k, uint8_t *restrict codes) {
     uint32_t top = 0;
+    if (inverse) for (int64_t j = 0; j < k; j++) x[j] *= inverse[j];
     for (int64_t j = 0; j < k; j++) {
-        float value = number_at(x, dtype, j);
         uint32_t bits;
-        if (smoothing) value /= smoothing[j];
-        memcpy(&bits, &value, sizeof bits);
+        memcpy(&bits, &x[j], sizeof bits);
         bits &= 0x7fffffffu;
         top = bits > top ? bits : top;
     }
@@ -73,17 +72,8 @@ static inline float quantize(const void *restrict x, int64_t dtype, const float 
     if (top >= 0x7f800000u) { memset(codes, 128, (size_t)k); return NAN; }
     if (peak < 1.5e-36f) { memset(codes, 128, (size_t)k); return 0.0f; }
     const float steps = 127.0f / peak;
-    for (int64_t j = 0; j < k; j++) {
-        float value = number_at(x, dtype, j);
-        if (smoothing) value /= smoothing[j];
-        codes[j] = (uint8_t)(int32_t)(rintf(value * steps) + 128.0f);
-    }
+    for (int64_t j = 0; j < k; j++) codes[j] = (uint8_t)(int32_t)(rintf(x[j] * steps) + 128.0f);
     return peak / 127.0f;
-}
-
-/* The dtype as a constant, so that the compiler writes a loop of vectors for each. */
-static float quantize_row(const void *x, int64_t dtype, const float *smoothing, int64_t k, uint8_t *codes) {
-    return dtype == FLOAT32 ? quantize(x, FLOAT32, smoothing, k, codes) : quantize(x, BFLOAT16, smoothing, k, codes);
 }
 
 #if defined(__AVX2__)
@@ -195,13 +185,24 @@ static inline int64_t first_of(int64_t block, int64_t n) {
     return first + COLUMNS > n ? n - COLUMNS : first;
 }
 
-/* l->m tokens, at most MOST of them, in integers. codes: m x k bytes; row_scale: m floats. */
-static void dynamic(const call *l, uint8_t *restrict codes, float *restrict row_scale) {
+/* Row r of x, as floats, to its codes and scale. */
+static void quantize(const call *l, int64_t r, const float *inverse, float *rows, uint8_t *codes, float *row_scale) {
+    const int64_t k = l->k, size = l->dtype == FLOAT32 ? 4 : 2;
+    read_row((const char *)l->x + r * k * size, l->dtype, k, rows + r * k);
+    row_scale[r] = quantize_row(rows + r * k, inverse, k, codes + r * k);
+}
+
+/* l->m tokens, at most MOST of them, in integers. inverse: 1 / smoothing, [k] or NULL; rows: m x k floats;
+   row_scale: m floats; codes: m x k bytes. */
+static void dynamic(const call *l, const float *inverse, float *rows, float *restrict row_scale,
+                    uint8_t *restrict codes) {
     const int64_t m = l->m, n = l->n, k = l->k, blocks = (n + COLUMNS - 1) / COLUMNS;
-    const int64_t size = l->dtype == FLOAT32 ? 4 : 2;
-#pragma omp parallel for schedule(static) if (m * k > SMALL)
-    for (int64_t r = 0; r < m; r++)
-        row_scale[r] = quantize_row((const char *)l->x + r * k * size, l->dtype, l->smoothing, k, codes + r * k);
+    if (m * k <= SMALL) { /* to open a parallel region, be it of one thread, would take longer */
+        for (int64_t r = 0; r < m; r++) quantize(l, r, inverse, rows, codes, row_scale);
+    } else {
+#pragma omp parallel for schedule(static)
+        for (int64_t r = 0; r < m; r++) quantize(l, r, inverse, rows, codes, row_scale);
+    }
 #pragma omp parallel for schedule(static) if (n * k > SMALL)
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t first = first_of(b, n);
@@ -226,7 +227,7 @@ static void dynamic(const call *l, uint8_t *restrict codes, float *restrict row_
 static void weight_only(const call *l, float *rows) {
     const int64_t m = l->m, n = l->n, k = l->k, blocks = (n + COLUMNS - 1) / COLUMNS;
     const float *x = l->dtype == FLOAT32 ? l->x : rows;
-    if (l->dtype != FLOAT32) for (int64_t j = 0; j < m * k; j++) rows[j] = from_bfloat16(((const uint16_t *)l->x)[j]);
+    if (l->dtype != FLOAT32) read_row(l->x, l->dtype, m * k, rows);
 #pragma omp parallel for schedule(static) if (n * k > SMALL)
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t first = first_of(b, n);
@@ -249,16 +250,18 @@ static void weight_only(const call *l, float *rows) {
 int int8_linear(const call *whole) {
     call l = *whole;
     const int64_t size = l.dtype == FLOAT32 ? 4 : 2, most = l.m < MOST ? l.m : MOST;
-    void *scratch = NULL; /* float rows, or codes with a scale for each token behind them */
-    const int64_t bytes = l.sums ? ((most * l.k + 63) & ~(int64_t)63) + 4 * most : l.dtype == FLOAT32 ? 0 : 4 * most * l.k;
-    if (bytes && !(scratch = malloc((size_t)bytes))) return 1;
+    const int64_t floats = l.sums || l.dtype != FLOAT32 ? most * l.k : 0, codes = l.sums ? most * l.k : 0;
+    float *inverse = malloc((size_t)(4 * (l.k + floats + most) + codes)), *rows = inverse + l.k;
+    float *row_scale = rows + floats;
+    if (!inverse) return 1;
+    if (l.smoothing) for (int64_t j = 0; j < l.k; j++) inverse[j] = 1.0f / l.smoothing[j];
     for (int64_t at = 0; at < whole->m; at += MOST) {
         l.m = whole->m - at < MOST ? whole->m - at : MOST;
         l.x = (const char *)whole->x + at * l.k * size;
         l.out = (char *)whole->out + at * l.n * size;
-        if (l.sums) dynamic(&l, scratch, (float *)((char *)scratch + bytes - 4 * most));
-        else weight_only(&l, scratch);
+        if (l.sums) dynamic(&l, l.smoothing ? inverse : NULL, rows, row_scale, (uint8_t *)(row_scale + most));
+        else weight_only(&l, rows);
     }
-    free(scratch);
+    free(inverse);
     return 0;
 }
