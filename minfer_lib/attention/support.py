@@ -19,7 +19,7 @@ from ..cache.contiguous import CACHEABLE_LAYERS
 from ..cache.pool import KVPool, LayerShape
 from ..errors import MinferError, UnsupportedModel
 from ..models import hf_compat
-from ..models.checks import position_limit
+from ..models.checks import check_finite, position_limit, rope_types
 from ..models.fused_linear import shared_inputs
 from ..models.load import LanguageModel
 from .batch import PackedBatch
@@ -134,6 +134,7 @@ def check_packed(model: PreTrainedModel, name: str, layers: dict[int, LayerShape
     for prompt, found in zip(prompts, packed, strict=True):
         with torch.no_grad():
             alone = model(input_ids=torch.tensor([prompt], device=device), use_cache=False).logits[0].float()
+        check_finite(model, name, alone)
         changes.append((torch.stack(found) - alone).abs().amax(-1) / alone.abs().max())  # [tokens]
     change = torch.cat(changes)
     if model.dtype in TOLERANCE and not rounds_activations(model):
@@ -176,13 +177,6 @@ def layer_window(config: Any, index: int) -> int | None:
     if kinds and kinds[index] != "sliding_attention":
         return None
     return getattr(config, "sliding_window", None)
-
-
-def rope_types(config: Any) -> set[str]:
-    """The kinds of rotary embedding that a config names; a model may have one for each kind of layer."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    return {part.get("rope_type") or part.get("type") for part in parts} - {None}
 
 
 def refusal(model: PreTrainedModel, name: str, reason: str) -> UnsupportedModel:
