@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -75,7 +74,8 @@ class PagedKVCache(BlockStore):
     def fork(self, request: Request, tokens: int) -> Prefix:
         """The first `tokens` tokens of a request that runs, its last and unfilled block included."""
         table, full = request.table, tokens // self.block_size
-        return Prefix(tokens, tuple(table.blocks[: self.blocks_for(tokens)]), tuple(table.keys[:full]), forked=True)
+        blocks, keys = table.blocks[: self.blocks_for(tokens)], table.keys[:full]
+        return Prefix(tokens, tuple(blocks), tuple(keys), forked=True, generation=table.generation)
 
     def _key(self, request: Request, index: int) -> bytes:
         """The key of a full block of a request. Computed once: a request that waits is looked up in every step."""
@@ -110,7 +110,7 @@ class PagedKVCache(BlockStore):
             missing -= 1
         request.table = self._new_table()
         request.table.keys = list(prefix.keys)
-        request.table.generation = self._generation
+        request.table.generation = prefix.generation if prefix.forked else self._generation
         self._add_blocks(request.table, blocks + [allocator.allocate() for _ in range(missing)])
         return True
 
@@ -190,12 +190,9 @@ class PagedKVCache(BlockStore):
         """Raises `InvariantBroken` unless block tables, reference counts and free blocks agree."""
         tables = [request.table for request in running]
         self.allocator.check_invariants(table.blocks for table in tables)
-        if Counter(table.index for table in tables) != Counter({table.index for table in tables}):
-            raise InvariantBroken("two requests have one row of the block tables")
+        self._check_tables(tables)
         for request, table in zip(running, tables, strict=True):
             if len(set(table.blocks)) != len(table.blocks) or table.capacity != len(table.blocks) * self.block_size:
                 raise InvariantBroken(f"room for {table.capacity} tokens in blocks {table.blocks}")
-            if list(self.tables[table.index, : len(table.blocks)]) != table.blocks:
-                raise InvariantBroken(f"blocks {table.blocks} are not those of row {table.index} of the tables")
             if not len(table.keys) * self.block_size <= request.num_computed <= table.capacity:
                 raise InvariantBroken(f"{request.num_computed} tokens computed in {len(table.blocks)} blocks")

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ..errors import InvariantBroken
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -57,13 +59,14 @@ class Prefix:
     """The first `tokens` tokens of a request, where a cache holds them already: in these blocks.
 
     keys: of its full blocks, for a cache that finds blocks by what they hold. forked: whether another answer to the
-    same prompt, which is running, computed them.
+    same prompt, which is running, computed them; generation: of the cache's contents, when that one joined.
     """
 
     tokens: int = 0
     blocks: tuple[int, ...] = ()
     keys: tuple[bytes, ...] = ()
     forked: bool = False
+    generation: int = 0
 
 
 NO_PREFIX = Prefix()
@@ -163,6 +166,14 @@ class BlockStore:
 
     def _reset_tables(self) -> None:
         self._free_rows = list(range(len(self.tables) - 1, -1, -1))
+
+    def _check_tables(self, tables: Sequence[BlockTable]) -> None:
+        """Raises `InvariantBroken` unless each block table stands in a row of its own."""
+        if len({table.index for table in tables}) != len(tables):
+            raise InvariantBroken("two requests have one row of the block tables")
+        for table in tables:
+            if list(self.tables[table.index, : len(table.blocks)]) != table.blocks:
+                raise InvariantBroken(f"blocks {table.blocks} are not those of row {table.index} of the tables")
 
     # -- what there is ------------------------------------------------------------------------------------------------
 

@@ -80,6 +80,7 @@ class SlotKVCache(BlockStore):
 
     def check_invariants(self, running: Iterable[Request]) -> None:
         """Raises `InvariantBroken` unless every slot is free or owned by exactly one of the running requests."""
+        self._check_tables([request.table for request in running])
         owned = [request.table.blocks[0] for request in running]
         if sorted([*self._free, *owned]) != list(range(self.num_blocks)):
             raise InvariantBroken(f"slots free {sorted(self._free)} and owned {sorted(owned)}")

@@ -48,16 +48,20 @@ def make_cache(
     """
     length = resolve_max_model_len(lm, max_model_len)
     num_blocks = None if num_blocks is None else integer("num_blocks", num_blocks, at_least=1)
-    block_size = integer("block_size", block_size, at_least=1)
-    is_class = isinstance(kv_cache, type) and issubclass(kv_cache, PagedKVCache)
-    if not (kv_cache in ("slots", "paged") if isinstance(kv_cache, str) else is_class or hasattr(kv_cache, "allocate")):
+    block_size = integer("block_size", block_size, at_least=1, at_most=2**20)
+    is_class = isinstance(kv_cache, type)
+    if is_class:
+        known = issubclass(kv_cache, PagedKVCache)
+    else:
+        known = kv_cache in ("slots", "paged") if isinstance(kv_cache, str) else hasattr(kv_cache, "allocate")
+    if not known:
         raise must_be("kv_cache", '"slots", "paged", a subclass of PagedKVCache or a cache', kv_cache)
     layers = packed_support(lm).layers
     if kv_cache == "slots":
         cache = make_slots(lm, layers, max_num_seqs, num_blocks, length, step_tokens, cut=max_model_len is None)
         return cache, cache.block_size
     if not isinstance(kv_cache, str) and not is_class:
-        return kv_cache, min(length, kv_cache.num_blocks * kv_cache.block_size)
+        return kv_cache, min(length, kv_cache.tables.shape[1] * kv_cache.block_size)
     blocks = count_blocks(lm, layers, max_num_seqs, num_blocks, length, block_size, step_tokens)
     cache = (kv_cache if is_class else PagedKVCache)(
         layers, blocks, block_size, lm.device, enable_prefix_caching=enable_prefix_caching, max_num_seqs=max_num_seqs,

@@ -85,6 +85,10 @@ class LLMEngine(Engine):
     ) -> None:
         lm = lm if isinstance(lm, LanguageModel) else load_model(lm)
         super().__init__(lm, clock)
+        if not callable(clock):
+            raise must_be("clock", "a function that returns seconds", clock)
+        if not (isinstance(scheduler, type) or hasattr(scheduler, "schedule")):
+            raise must_be("scheduler", "a Scheduler class, or an object with its methods", scheduler)
         if fast not in ("auto", False):
             raise must_be("fast", "'auto' or False: there is no fast path yet", fast)
         if not isinstance(enable_prefix_caching, bool):

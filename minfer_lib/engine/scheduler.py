@@ -106,8 +106,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.stats = PrefixStats()
         self._lost: dict[Request, int] = {}  # of preempted requests: tokens that the cache held of them
-        self._closed_from: Any = None  # the order from which on nobody joins until a request ends
-        self._steps = 0
+        self._closed = False  # a request was preempted, and none that ran has ended since
+        self._turns = 0
 
     # -- policy -------------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,6 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         """The next step; requests join as far as budget, places and cache reach."""
-        self._steps += 1
         plan: Plan = {}
         budget = self.max_num_batched_tokens
         full = False  # no request joins; those that run go on
@@ -157,7 +156,8 @@ class Scheduler:
                     full = True
                     continue
             tokens = end - request.num_computed
-            request.last_step = self._steps
+            self._turns += 1
+            request.turn = self._turns
             budget -= tokens
             plan[request] = tokens
         return plan
@@ -193,7 +193,7 @@ class Scheduler:
         """Takes a request out of its queue and gives its room back."""
         if request.table is not None:
             self.running.remove(request)
-            self._closed_from = None
+            self._closed = False
         else:
             self._leave_queue(request)
         self._lost.pop(request, None)
@@ -201,24 +201,29 @@ class Scheduler:
 
     def reset(self) -> None:
         """Forgets all requests, and makes the whole cache free."""
-        self.waiting, self.running, self._lost, self._closed_from = [], [], {}, None
+        self.waiting, self.running, self._lost, self._closed = [], [], {}, False
         self.cache.reset()
 
     # -- how it decides -----------------------------------------------------------------------------------------------
 
     def _candidates(self) -> Sequence[Request]:
         """Running requests, and those that may join, the most urgent first where there is not enough for all."""
-        places = self.max_num_seqs - len(self.running)
-        if places > 0 and self.waiting:
-            return sorted([*self.running, *self.waiting[: self.max_num_seqs]], key=self._urgency)
+        joining = self.waiting[: self.max_num_seqs] if len(self.running) < self.max_num_seqs else []
         wanted = sum([request.num_tokens - request.num_computed for request in self.running])
-        if wanted > self.max_num_batched_tokens:
-            return sorted(self.running, key=self._urgency)
-        return list(self.running)  # a copy: those that are preempted leave it
+        if not joining and wanted <= self.max_num_batched_tokens:
+            return list(self.running)  # a copy: those that are preempted leave it
+        candidates, begin = [], 0
+        for request in sorted(self.running, key=self._urgency):
+            while begin < len(joining) and joining[begin].priority < request.priority:
+                candidates.append(joining[begin])
+                begin += 1
+            candidates.append(request)
+        return candidates + joining[begin:]
 
     def _urgency(self, request: Request) -> Any:
+        """Sorts running requests: by priority, those that decode first, of these the one that waited for longest."""
         decodes = request.num_computed > 0 and request.num_tokens - request.num_computed == 1
-        return request.priority, not decodes, request.last_step if decodes else 0, self.order(request)
+        return request.priority, not decodes, request.turn if decodes else 0, self.order(request)
 
     def _make_room(self, request: Request, tokens: int) -> tuple[bool, list[Request]]:
         """Room for the first `tokens` tokens of a running request. Preempts later requests if needed; returns whether
@@ -244,11 +249,12 @@ class Scheduler:
         request.metrics.preemptions += 1
         request.num_computed = 0
         bisect.insort(self.waiting, request, key=self.order)
-        if self._closed_from is None or self.order(request) < self._closed_from:
-            self._closed_from = self.order(request)
+        self._closed = True
 
     def _is_closed_to(self, request: Request) -> bool:
-        return bool(self.running) and self._closed_from is not None and self.order(request) >= self._closed_from
+        if not (self._closed and self.running):
+            return False
+        return any(self.order(lost) <= self.order(request) for lost in self._lost)
 
     def _prefix(self, request: Request) -> Prefix | None:
         """What a new request need not compute; None if it had better wait for a sibling that is computing it."""
@@ -301,7 +307,6 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raises `InvariantBroken` if the queues contradict themselves or the cache."""
-        self.cache.check_invariants(self.running)
         requests = [*self.waiting, *self.running]
         if len(set(requests)) != len(requests):
             raise InvariantBroken("a request stands in two queues")
@@ -314,6 +319,7 @@ class Scheduler:
         for request in self.running:
             if not 0 <= request.num_computed <= request.num_tokens:
                 raise InvariantBroken(f"{request.num_computed} of {request.num_tokens} tokens computed")
+        self.cache.check_invariants(self.running)
 
 
 def _described(error: BaseException) -> str:

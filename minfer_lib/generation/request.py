@@ -125,7 +125,7 @@ class Request:
     owned: bool = False  # by a `generate` or a `stream`, which reads it itself; otherwise `step` returns its output
     delivered: bool = False  # it has ended, and whoever asked for it can have its output
     num_computed: int = 0  # tokens, of the prompt and then of the output, that the KV cache holds
-    last_step: int = 0  # the number of the last step that computed some of it
+    turn: int = 0  # which of all parts of steps was its last
     table: Any = None  # its room in the KV cache; None while it waits
     _stops: StopStrings | None = None
     _decoder: StreamDecoder | None = None

@@ -38,14 +38,19 @@ class WeightWatch:
         if moved:
             self._places, self._views = places, {}
             for tensor in tensors:
-                flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
-                self._views.setdefault((tensor.dtype, tensor.device), []).append(
-                    flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
-                )
+                self._views.setdefault((tensor.dtype, tensor.device), []).append(_few(tensor.detach()))
         numbers = [torch.cat(views) for views in self._views.values()]
         same = not moved and all(map(_same_bits, numbers, self._numbers))
         self._numbers = numbers
         return not same
+
+
+def _few(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a few numbers of a tensor, from all over it where it lies in one piece."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)[:: max(1, tensor.numel() // SAMPLES)][:SAMPLES]
+    room = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+    return tensor.as_strided((min(SAMPLES, room) if tensor.numel() else 0,), (1,))
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
