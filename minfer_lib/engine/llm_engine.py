@@ -164,8 +164,8 @@ class LLMEngine(Engine):
 
     def _take_in(self, now: float) -> None:
         """Requests that have arrived join the queue; those that were aborted or whose time is up end."""
-        if self._inbox and self._weights is not None and self._weights.changed():
-            self.cache.reset_prefix_cache()
+        if self._inbox:
+            self._follow_model()
         while self._inbox:
             request = self._inbox[0]
             if request.arrival == 0:  # it may stand here still after a step that was broken off
@@ -181,6 +181,12 @@ class LLMEngine(Engine):
         while self._deadlines and self._deadlines[0][0] <= now:
             self._end(self._deadlines[0][2], "timeout", now)
             heapq.heappop(self._deadlines)
+
+    def _follow_model(self) -> None:
+        """What was done to the model since requests joined last: weights that moved, and keys of weights of before."""
+        self.runner.refresh()
+        if self._weights is not None and self._weights.changed():
+            self.cache.reset_prefix_cache()
 
     def _end(self, request: Request, reason: Literal["abort", "timeout"], now: float) -> None:
         if not request.finished:
@@ -393,7 +399,6 @@ class LLMEngine(Engine):
 
     def _requests_of(self, prompts: Any, params: Any, request_id: str | None = None) -> list[Request]:
         """Checked requests, whose ids are taken from now on."""
-        self.runner.refresh()
         ids = self._ids if request_id is None else iter([request_id])
         requests = make_requests(
             self.lm, prompts, params, max_model_len=self.max_model_len, now=self.clock(),
