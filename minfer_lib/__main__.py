@@ -419,7 +419,7 @@ def info(args: argparse.Namespace) -> int:
     from .engine.cache_size import available_bytes
     from .models import packaged
     from .models.memory import GB
-    from .quant.products import DYNAMIC, choose, why_not
+    from .quant.products import DYNAMIC, describe_products, why_not
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if packaged.is_intact(packaged.cache_root() / packaged.MODEL_NAME.lower()):
@@ -444,7 +444,7 @@ def info(args: argparse.Namespace) -> int:
         "cache": str(packaged.cache_root()),
         "engines": f"{', '.join(ENGINES)} (used by default: {NEWEST})",
         "attention": describe_backends(device, torch.float32),
-        "int8": f"{choose(True, device.type)}, weight-only {choose(False, device.type)}",
+        "int8": describe_products(device.type),
     }
     lines |= {f"int8 without {name}": reason for name in DYNAMIC if (reason := why_not(name))}
     if HAS_BENCH:

@@ -515,3 +515,6 @@ def test_compilers_of_several_words_and_without_torchs_threads(tmp_path: Path, m
     assert not compiled.library.__wrapped__().has_threads
     monkeypatch.setattr(compiled, "_build", lambda *args: pytest.fail("compiled in vain, at every start"))
     assert not compiled.library.__wrapped__().has_threads
+    assert "thread" not in products.describe_products("cpu")
+    monkeypatch.setattr(compiled, "library", compiled.library.__wrapped__)
+    assert products.describe_products("cpu").startswith("compiled, weight-only compiled; in one thread")

@@ -139,6 +139,14 @@ def check_kernel(name: Any, dynamic: bool) -> None:
         raise must_be("kernel", f"one that this machine can use ({reason}), or None", name)
 
 
+def describe_products(device: str) -> str:
+    """One line for `info`: what runs int8 layers on a kind of device."""
+    dynamic, weight_only = choose(True, device), choose(False, device)
+    one_thread = dynamic == "compiled" and not compiler.library().has_threads
+    note = "; in one thread, since the compiler's OpenMP is not the one that torch has loaded" if one_thread else ""
+    return f"{dynamic}, weight-only {weight_only}{note}"
+
+
 @cache
 def why_not(name: str) -> str | None:
     """Why a CPU product is not used here; None if it is. Found out once a process."""
