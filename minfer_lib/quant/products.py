@@ -142,7 +142,7 @@ def check_kernel(name: Any, dynamic: bool) -> None:
 def describe_products(device: str) -> str:
     """One line for `info`: what runs int8 layers on a kind of device."""
     dynamic, weight_only = choose(True, device), choose(False, device)
-    one_thread = dynamic == "compiled" and not compiler.library().has_threads
+    one_thread = dynamic == "compiled" and not compiler.library("int8_linear").has_threads
     note = "; in one thread, since the compiler's OpenMP is not the one that torch has loaded" if one_thread else ""
     return f"{dynamic}, weight-only {weight_only}{note}"
 
