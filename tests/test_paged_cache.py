@@ -1,6 +1,7 @@
 """The paged cache, row by row: what a table leads to, who shares it, what is copied, found again and evicted."""
 
 import hashlib
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -291,6 +292,17 @@ def test_what_comes_back_can_be_given_again():
     cache.check_invariants([b])
 
 
+def test_nothing_of_a_request_stays_when_it_is_gone():
+    """Whether it ran or was only looked up."""
+    cache = make()
+    ran, waited = join(cache, list(range(9))), Owner(list(range(9)))
+    assert cache.find_prefix(waited).tokens == 8
+    cache.free(ran), cache.free(waited)
+    gone = weakref.ref(ran), weakref.ref(waited)
+    del ran, waited
+    assert [reference() for reference in gone] == [None, None]
+
+
 def test_after_a_reset_everything_is_free_and_nothing_is_found():
     cache = make(blocks=4)
     cache.free(join(cache, [1] * 5)), join(cache, [2] * 7)
@@ -557,9 +569,6 @@ def test_running_requests_keep_their_blocks_and_others_find_nothing_of_them():
     cache.check_invariants([newcomer])
 
 
-@pytest.mark.xfail(
-    reason="a fork of an older request counts as one of now, and registers blocks computed over old ones"
-)
 def test_what_a_fork_of_an_older_request_computes_is_found_by_nobody():
     cache = make(blocks=12)
     parent = join(cache, list(range(8)))

@@ -52,6 +52,21 @@ def test_the_one_that_loses_least_gives_way():
         assert (a.token_ids, b.token_ids) == (alone(a), alone(b)[: len(b.token_ids)])
 
 
+class FirstGivesWay(Scheduler):
+    def choose_victim(self, running: Sequence[Request]) -> Request:
+        return min(running, key=self.order)
+
+
+def test_the_budget_of_one_who_gives_way_goes_to_those_behind():
+    """a is in the step already when b needs its room."""
+    loop = Loop(blocks=3, size=2, caching=False, policy=FirstGivesWay)
+    loop.add([one("a", 1, 3), one("b", 2, 3), one("c", 1, 3)])
+    loop.step()
+    loop.budget = loop.scheduler.max_num_batched_tokens = 2
+    assert named(loop.step()) == [("b", 1), ("c", 1)] and names(loop.scheduler.waiting) == ["a"]
+    loop.run()
+
+
 def test_the_last_of_an_order_of_ones_own_gives_way():
     loop = Loop(blocks=4, size=2, caching=False, policy=ShortestFirst)
     long, short = one("long", 2, 6), one("short", 2, 5)
@@ -118,7 +133,7 @@ events = st.builds(
     budget=st.sampled_from([1, 2, 3, 5, 7, 100]),
     watermark=st.integers(0, 2),
     caching=st.booleans(),
-    policy=st.sampled_from([Scheduler, Scheduler, LeastComputed]),
+    policy=st.sampled_from([Scheduler, Scheduler, LeastComputed, ShortestFirst]),
     cache_type=st.sampled_from([PagedKVCache, PagedKVCache, OtherEviction]),
 )
 def test_any_course_of_events(course: list[Event], blocks: int, size: int, **options: object):
@@ -313,7 +328,6 @@ def test_nobody_passes_one_who_was_preempted():
     loop.run()
 
 
-@pytest.mark.xfail(reason="`_closed_from` outlives the preempted request that it was set for")
 def test_when_the_preempted_one_is_gone_others_join_at_once():
     loop, y = preempting()
     loop.abort(y)

@@ -101,9 +101,6 @@ def test_a_hook_that_comes_and_goes(model: Model):
         assert watch.changed() and not watch.changed()
 
 
-@pytest.mark.xfail(
-    reason="`reshape` copies what has more than two dimensions and is not contiguous: the copy is watched"
-)
 def test_what_is_not_contiguous_and_has_three_dimensions(model: Model):
     """As the weights of experts, which some checkpoints keep turned."""
     model.experts = nn.Parameter(torch.randn(4, 6, 5).transpose(1, 2), requires_grad=False)
