@@ -118,6 +118,17 @@ def run(engine: LLMEngine, most: int = 1000) -> list[RequestOutput]:
     return outputs
 
 
+def settle(engine: LLMEngine) -> None:
+    """Steps until nothing is left of what a caller who was interrupted may have left behind."""
+    for _ in range(1000):
+        if not engine.has_unfinished():
+            break
+        engine.step()
+    assert not engine.has_unfinished(), "does not end"
+    engine.check_invariants()
+    assert engine.cache.blocks_used == 0
+
+
 def assert_idle(engine: LLMEngine) -> None:
     """Nothing of anybody is left, and every block has come back."""
     engine.check_invariants()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import KINDS, MIX, alone, assert_idle, by_id, each, free, run, tokens, watched
+from engines import KINDS, MIX, alone, assert_idle, by_id, each, free, settle, tokens, watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -460,7 +460,7 @@ def test_time_limits_that_strike_anywhere(family: Callable[[str], LanguageModel]
         struck += any(output.finish_reason != "length" for output in outputs) or not outputs
         for output, whole in zip(outputs, expected, strict=False):
             assert output.token_ids == whole[: len(output.token_ids)]
-        assert run(engine) == []
+        settle(engine)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert struck >= 5
     assert tokens(engine.generate(MIX, free(10))) == expected
