@@ -6,7 +6,7 @@ What only a cache of pages can do (preempting, sharing) is in test_paged_schedul
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -342,6 +342,11 @@ class Counting(Scheduler):
     def order(self, request: Request) -> tuple[float, int]:
         self.calls += 1
         return super().order(request)
+
+    def _candidates(self) -> Sequence[Request]:
+        candidates = super()._candidates()
+        assert len(candidates) <= len(self.running) + self.max_num_seqs
+        return candidates
 
 
 def counting(count: int, priorities: int) -> tuple[Counting, list[Request]]:

@@ -53,6 +53,7 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "in place": lambda m: m.layers[1].weight.mul_(2),
     "a single weight in place": lambda m: m.layers[0].weight[7, 7].add_(1),
     "through .data": lambda m: m.layers[0].weight.data.mul_(1.01),
+    "the second half through .data": lambda m: m.layers[0].weight.data[15:].mul_(2),
     "through .data, in bfloat16": lambda m: m.narrow.data.mul_(-1),
     "through .data, not contiguous": lambda m: m.turned.data.add_(1e-3),
     "through .data, one number": lambda m: m.scalar.data.fill_(3.0),
