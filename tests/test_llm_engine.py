@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from engines import (
@@ -39,7 +38,6 @@ from families import PROMPTS, hf_generate, saying
 
 from minfer_lib import CachedEngine, LanguageModel, LLMEngine, SamplingParams, StreamPiece, load_model
 from minfer_lib.attention import support
-from minfer_lib.engine import cache_size
 from minfer_lib.errors import GenerationFailed, InvalidParameter, InvalidPrompt, PromptTooLong, UnsupportedModel
 from minfer_lib.generation.request import Request
 from minfer_lib.models import hf_compat
@@ -682,7 +680,7 @@ def test_a_model_in_training_mode_is_refused_when_a_request_is_made(tiny: Langua
 def test_what_is_not_a_number_ends_one_answer_and_stays_in_its_rows(make: Make):
     lm = load_model("tiny-random", device="cpu")
     expected = {prompt: hf_generate(lm, prompt, 8) for prompt in [(1, 2), (3,), (5,) * 20]}
-    lm.packed_support = support.packed_support(lm)  # found out while it was in order
+    lm.packed_layers = support.packed_layers(lm)  # found out while it was in order
     lm.model.get_input_embeddings().weight.data[7] = math.nan
     for seqs, budget in [(1, 100), (3, 100), (2, 4)]:
         engine = make(lm, max_num_seqs=seqs, max_num_batched_tokens=budget)
@@ -907,14 +905,14 @@ def with_logits(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor]
 def test_a_model_that_changes_in_company_is_refused(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch, change: Callable, reason: str
 ):
-    layers = support.packed_support(dataclasses.replace(tiny, packed_support=None)).layers
+    layers = support.packed_layers(dataclasses.replace(tiny, packed_layers=None))
     assert {(s.kv_heads, s.key_dim, s.value_dim, s.dtype) for s in layers.values()} == {(2, 16, 16, torch.float32)}
     assert list(layers) == [0, 1]
     with_logits(monkeypatch, change)
-    lm = dataclasses.replace(tiny, packed_support=None)
+    lm = dataclasses.replace(tiny, packed_layers=None)
     with pytest.raises(UnsupportedModel, match=rf"tiny-random \(llama\).*{reason}.*CachedEngine or NaiveEngine"):
         LLMEngine(lm)
-    assert lm.packed_support is None and hf_compat.attention_of(tiny.model.config) == "sdpa"
+    assert lm.packed_layers is None and hf_compat.attention_of(tiny.model.config) == "sdpa"
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_moe"])
@@ -923,82 +921,12 @@ def test_rounding_in_half_precision_is_not_taken_for_a_fault(
 ):
     """In a mixture of experts it may send a token to another expert, whose logits are others; a real fault is more."""
     half = LanguageModel.of(copy.deepcopy(family(name).model).bfloat16(), None, name)
-    assert support.packed_support(half)
-    half.packed_support = None
+    assert support.packed_layers(half)
+    half.packed_layers = None
     # each token's logits taken for its neighbour's, as where requests of a row are mixed up
     with_logits(monkeypatch, lambda logits: logits.roll(1, 1))
     with pytest.raises(UnsupportedModel, match="logits change"):
-        support.packed_support(half)
-
-
-# -- how large the cache becomes --------------------------------------------------------------------------------------
-
-PER_TOKEN = 2 * 2 * 2 * 16 * 4  # layers x keys and values x heads x head size x bytes: tiny-random
-
-
-def free_memory(monkeypatch: pytest.MonkeyPatch, tokens_that_fit: int, step: int = 10**5) -> None:
-    """So much memory that so many tokens fit beside a step."""
-    total = math.ceil(tokens_that_fit * PER_TOKEN / 0.9) + 8 + step
-    monkeypatch.setattr(cache_size, "available_bytes", lambda device: total)
-    monkeypatch.setattr(cache_size, "step_bytes", lambda *args: step)
-
-
-def test_a_cache_that_fits_is_what_was_asked_for(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch, recwarn):
-    free_memory(monkeypatch, 64 * 2048)
-    engine = LLMEngine(tiny)
-    assert (engine.max_model_len, engine.cache.num_blocks) == (2048, 64) and not recwarn.list
-    assert engine.kv_bytes() == 64 * 2048 * PER_TOKEN == engine.stats()["kv_bytes_reserved"]
-    pools = sum(t.nbytes for p in engine.cache.pools.values() for t in (p.keys, p.values))
-    assert pools == 65 * 2048 * PER_TOKEN  # one more is for nobody
-    engine = LLMEngine(tiny, num_blocks=5, max_num_seqs=9, max_model_len=33)
-    assert (engine.max_model_len, engine.cache.num_blocks, engine.max_num_seqs) == (33, 5, 9)
-
-
-@pytest.mark.parametrize(
-    ("fits", "options", "length", "slots"),
-    [
-        (64 * 1000, {}, 1000, 64),  # shorter slots, as many
-        (64 * 256, {}, 256, 64),
-        (20 * 256 + 9, {}, 256, 20),  # not shorter than that: fewer slots
-        (300, {}, 256, 1),
-        (64 * 2048 - 1, {}, 2047, 64),
-        (20 * 500, dict(max_model_len=500), 500, 20),  # a length that was asked for stays
-        (4 * 700, dict(max_num_seqs=4), 700, 4),
-        (4 * 700, dict(num_blocks=4), 700, 4),
-    ],
-)
-def test_a_cache_that_does_not_fit_is_cut_with_a_warning(
-    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch, fits: int, options: dict[str, int], length: int, slots: int
-):
-    free_memory(monkeypatch, fits)
-    with pytest.warns(UserWarning, match=rf"does not fit.*{slots} slots of {length:,} tokens") as caught:
-        engine = LLMEngine(tiny, **options)
-    assert caught[0].filename == __file__
-    assert (engine.max_model_len, engine.cache.num_blocks) == (length, slots)
-    assert slots * length <= fits
-    assert tokens(engine.generate(["ab"] * 3, free(6))) == [hf_generate(tiny, [97, 98], 6)] * 3
-
-
-@pytest.mark.parametrize(
-    ("fits", "options"),
-    [
-        (255, {}),
-        (0, {}),
-        (999, dict(max_model_len=1000)),
-        (4 * 256 - 1, dict(num_blocks=4)),
-        (4 * 500 - 1, dict(num_blocks=4, max_model_len=500)),
-    ],
-)
-def test_a_cache_that_cannot_be_is_refused(
-    tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch, fits: int, options: dict[str, int]
-):
-    free_memory(monkeypatch, fits)
-    with pytest.raises(InvalidParameter, match=rf"{PER_TOKEN:,} bytes a token, {fits:,} tokens fit.*smaller"):
-        LLMEngine(tiny, **options)
-
-
-def test_free_memory_is_that_of_the_machine():
-    assert 0 < cache_size.available_bytes(torch.device("cpu")) <= psutil.virtual_memory().total
+        support.packed_layers(half)
 
 
 # -- what it tells of itself ------------------------------------------------------------------------------------------
