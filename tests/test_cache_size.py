@@ -13,7 +13,7 @@ from families import hf_generate
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from minfer_lib import LanguageModel, LLMEngine, SamplingParams
-from minfer_lib.attention.support import packed_support
+from minfer_lib.attention.support import packed_layers
 from minfer_lib.cache.paged import PagedKVCache
 from minfer_lib.cache.slots import SlotKVCache
 from minfer_lib.engine import cache_size
@@ -106,7 +106,7 @@ def test_a_class_and_an_object_are_taken(tiny: LanguageModel):
 @pytest.mark.parametrize("kind", ["slots", "paged"])
 def test_an_object_bounds_what_a_request_may_become(tiny: LanguageModel, kind: str):
     """A slot has 16 tokens, however many there are; a block table has 2 entries, however many blocks there are."""
-    layers = packed_support(tiny).layers
+    layers = packed_layers(tiny)
     cache = (
         SlotKVCache(layers, 3, 16, CPU) if kind == "slots" else PagedKVCache(layers, 9, 8, CPU, max_model_len=16)
     )  # fmt: skip
@@ -229,7 +229,7 @@ def test_a_model_that_no_packed_row_can_serve_is_refused_by_either(family: Any):
 
 def test_a_step_takes_memory_and_a_longer_one_more(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Sampler, "peak_bytes", staticmethod(lambda rows, vocab: 0))
-    layers = packed_support(tiny).layers
+    layers = packed_layers(tiny)
     one, short, long, longer = (cache_size.step_bytes(tiny, layers, 2048, tokens, 1) for tokens in (1, 16, 256, 1024))
     assert 0 < one < short < long < longer
     many = cache_size.step_bytes(tiny, layers, 16, 250, 1)  # of 16 short prompts, the last cut
@@ -237,7 +237,7 @@ def test_a_step_takes_memory_and_a_longer_one_more(tiny: LanguageModel, monkeypa
 
 
 def test_the_cache_that_a_step_needs_is_not_counted(tiny: LanguageModel):
-    layers = packed_support(tiny).layers
+    layers = packed_layers(tiny)
     short, long = (cache_size.step_bytes(tiny, layers, length, 8, 1) for length in (16, 2048))
     assert long < short + 8 * PER_TOKEN
 
@@ -263,7 +263,7 @@ DEAREST = {
 @pytest.mark.parametrize("params", DEAREST)
 def test_what_a_step_takes_covers_sampling(wordy: LanguageModel, params: str):
     rows, tokens = 16, 64
-    foreseen = cache_size.step_bytes(wordy, packed_support(wordy).layers, 256, tokens, rows)
+    foreseen = cache_size.step_bytes(wordy, packed_layers(wordy), 256, tokens, rows)
     engine = LLMEngine(wordy, kv_cache="paged", max_num_seqs=rows, max_num_batched_tokens=tokens, max_model_len=256)
     settings = dict(temperature=0.0, max_tokens=3, ignore_eos=True) | DEAREST[params]
     with PeakMemory() as peak:

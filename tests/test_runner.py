@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scheduling import one
 
 from minfer_lib import LanguageModel
-from minfer_lib.attention.support import packed_support
+from minfer_lib.attention.support import packed_layers
 from minfer_lib.attention.torch_backend import TorchBackend
 from minfer_lib.cache.paged import PagedKVCache
 from minfer_lib.cache.pool import BlockStore
@@ -146,7 +146,7 @@ class Copies(TorchDispatchMode):
 @pytest.fixture()
 def meta(tiny: LanguageModel) -> Callable[[str], tuple[ModelRunner, BlockStore]]:
     """A runner on a device that computes nothing, and from which nothing can be read back."""
-    layers = packed_support(tiny).layers
+    layers = packed_layers(tiny)
     lm = dataclasses.replace(tiny, model=copy.deepcopy(tiny.model).to(META), device=META)
 
     def make(kind: str) -> tuple[ModelRunner, BlockStore]:

@@ -9,7 +9,6 @@ so that a second engine asks nothing.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,20 +32,10 @@ TOLERANCE = {torch.float32: 2e-3}  # of the largest logit; half precision rounds
 HALF_TOLERANCE = 0.1
 
 
-@dataclass(frozen=True)
-class PackedSupport:
-    """What an engine has to know of a model that can be run this way.
-
-    layers: {layer index: what it keeps of a token}. groups: names of linear layers that read the same input.
-    """
-
-    layers: dict[int, LayerShape]
-    groups: list[list[str]]
-
-
-def packed_support(lm: LanguageModel) -> PackedSupport:
-    """What has to be known to run a model this way, found out once. Raises `UnsupportedModel`."""
-    if lm.packed_support is None:
+def packed_layers(lm: LanguageModel) -> dict[int, LayerShape]:
+    """What each attention layer of a model keeps of a token, {layer index: shape}. Raises `UnsupportedModel` for one
+    that cannot be run this way."""
+    if lm.packed_layers is None:
         view = view_of(lm.model, PROBE)
         try:
             layers: dict[int, LayerShape] = {}
@@ -57,8 +46,8 @@ def packed_support(lm: LanguageModel) -> PackedSupport:
         except Exception as error:  # whatever the code of a model says to arguments that it does not expect
             reason = f"it fails when it is called that way ({type(error).__name__}: {error})"
             raise refusal(lm.model, lm.name, reason) from error
-        lm.packed_support = PackedSupport(layers, groups)
-    return lm.packed_support
+        lm.packed_layers, lm.input_groups = layers, groups
+    return lm.packed_layers
 
 
 def attention_layers(view: PreTrainedModel, name: str) -> dict[int, LayerShape]:

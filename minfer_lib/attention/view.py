@@ -15,10 +15,13 @@ import functools
 import types
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..models import hf_compat
+from ..models.fused_linear import FusedLinear, fuse, shared_inputs
+from ..models.load import LanguageModel
 
 
 def view_of(model: PreTrainedModel, attention: str | None = None) -> PreTrainedModel:
@@ -42,6 +45,40 @@ def view_of(model: PreTrainedModel, attention: str | None = None) -> PreTrainedM
         for config in configs.values():
             hf_compat.set_attention(config, attention)
     return view
+
+
+class EngineView:
+    """The view that one engine runs, `view`, with projections that read the same input merged where that is faster.
+
+    attention: as for `view_of`. Called, it is the model.
+    """
+
+    def __init__(self, lm: LanguageModel, attention: str | None = None) -> None:
+        self.lm, self.attention = lm, attention
+        self._make()
+
+    def _make(self) -> None:
+        lm = self.lm
+        self._forward = vars(lm.model).get("forward")
+        self.view = view_of(lm.model, self.attention)
+        self.fused: list[FusedLinear] = []
+        if lm.device.type == "cpu" or lm.quantization is not None:
+            if lm.input_groups is None:
+                view, token = view_of(lm.model), torch.zeros(1, 1, dtype=torch.long, device=lm.device)
+                with torch.no_grad():
+                    lm.input_groups = shared_inputs(view, lambda: view(input_ids=token, use_cache=False))
+            self.fused = fuse(self.view, lm.input_groups)
+
+    def refresh(self) -> None:
+        """Follows what was done to the model: a forward of its own, weights that were moved or replaced."""
+        if vars(self.lm.model).get("forward") is not self._forward:
+            self._make()
+        for fused in self.fused:
+            if not fused.intact():
+                fused.merge()
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self.view(**inputs)
 
 
 def _rebind(module: nn.Module, new: nn.Module) -> None:

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from ..attention.interface import NAME
-from ..attention.support import batch_of, packed_support
+from ..attention.support import batch_of, packed_layers
 from ..attention.view import view_of
 from ..cache.paged import PagedKVCache
 from ..cache.pool import KVPool, LayerShape
@@ -56,7 +56,7 @@ def make_cache(
         known = kv_cache in ("slots", "paged") if isinstance(kv_cache, str) else hasattr(kv_cache, "allocate")
     if not known:
         raise must_be("kv_cache", '"slots", "paged", a subclass of PagedKVCache or a cache', kv_cache)
-    layers = packed_support(lm).layers
+    layers = packed_layers(lm)
     if kv_cache == "slots":
         cache = make_slots(lm, layers, max_num_seqs, num_blocks, length, step_tokens, cut=max_model_len is None)
         return cache, cache.block_size

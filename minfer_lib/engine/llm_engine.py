@@ -184,7 +184,7 @@ class LLMEngine(Engine):
 
     def _follow_model(self) -> None:
         """What was done to the model since requests joined last: weights that moved, and keys of weights of before."""
-        self.runner.refresh()
+        self.runner.model.refresh()
         if self._weights is not None and self._weights.changed():
             self.cache.reset_prefix_cache()
 

@@ -17,14 +17,13 @@ import torch
 from ..attention.backends import AttentionBackend
 from ..attention.batch import PackedBatch
 from ..attention.interface import NAME
-from ..attention.support import packed_support
-from ..attention.view import view_of
+from ..attention.support import packed_layers
+from ..attention.view import EngineView
 from ..cache.pool import BlockStore
 from ..errors import UnsupportedModel
 from ..generation.request import Request
 from ..generation.sampling import Sampler, Samples
 from ..models import hf_compat
-from ..models.fused_linear import FusedLinear, fuse
 from ..models.load import LanguageModel
 from .scheduler import Plan
 
@@ -47,21 +46,14 @@ class ModelInput:
 class ModelRunner:
     """Builds the packed row, calls the model, samples.
 
-    view: the engine's own view of the model; its projections that read the same input are one product where that is
-    faster (`models.fused_linear`).
+    model: the engine's own view of the model (`attention.view`).
     """
 
     def __init__(self, lm: LanguageModel, cache: BlockStore, sampler: Sampler, backend: AttentionBackend) -> None:
         self.lm, self.cache, self.sampler, self.backend = lm, cache, sampler, backend
-        self._make_view()
+        packed_layers(lm)  # a model that cannot be run this way is refused
+        self.model = EngineView(lm, NAME)
         self._keeps_rows = hf_compat.supports_logits_to_keep(lm.model)
-
-    def _make_view(self) -> None:
-        support = packed_support(self.lm)
-        self._forward = vars(self.lm.model).get("forward")
-        self.view = view_of(self.lm.model, NAME)
-        merges = self.lm.device.type == "cpu" or self.lm.quantization is not None
-        self.fused: list[FusedLinear] = fuse(self.view, support.groups) if merges else []
 
     def execute(self, plan: Plan) -> Samples:
         """Computes a step; one sample for each request whose tokens are all computed then, in the plan's order."""
@@ -134,7 +126,7 @@ class ModelRunner:
         """Logits [samples, vocab]; of one row that nobody reads where no chunk is its prompt's last."""
         keep = {"logits_to_keep": inputs.logits_rows} if self._keeps_rows else {}
         with torch.no_grad():
-            logits = self.view(
+            logits = self.model(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
                 use_cache=False,  # ours travels with the batch
@@ -148,14 +140,6 @@ class ModelRunner:
             )
         logits = logits if self._keeps_rows else logits[inputs.logits_rows]
         return logits[: len(inputs.sampled)]
-
-    def refresh(self) -> None:
-        """Follows what was changed on the model: a forward of its own, weights that were moved or replaced."""
-        if vars(self.lm.model).get("forward") is not self._forward:
-            self._make_view()
-        for fused in self.fused:
-            if not fused.intact():
-                fused.merge()
 
 
 class NothingSampled:

@@ -22,6 +22,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers.cache_utils import Cache, DynamicCache
 
+from ..attention.view import EngineView
 from ..cache.contiguous import KVCache, check_cacheable, check_filled
 from ..errors import GenerationFailed, MinferError, must_be
 from ..generation.params import SamplingParams
@@ -89,6 +90,7 @@ class SerialEngine(Engine):
         super().__init__(lm if isinstance(lm, LanguageModel) else load_model(lm), clock)
         self.max_model_len = resolve_max_model_len(self.lm, max_model_len)
         self.sampler = Sampler(self.lm.eos_ids)
+        self.model = EngineView(self.lm)
         self._ids = map(str, itertools.count())
 
     # -- what a subclass says -----------------------------------------------------------------------------------------
@@ -181,6 +183,7 @@ class SerialEngine(Engine):
                 yield
 
     def _requests(self, prompts: Any, params: Any) -> list[Request]:
+        self.model.refresh()
         return make_requests(
             self.lm, prompts, params, max_model_len=self.max_model_len, now=self.clock(), ids=self._ids
         )
@@ -208,7 +211,7 @@ class NaiveEngine(SerialEngine):
 
     def _logits(self, request: Request, memory: None) -> torch.Tensor:
         ids = torch.tensor([request.prompt_token_ids + request.token_ids], device=self.lm.device)  # [1, tokens so far]
-        return self.lm.next_token_logits(ids, use_cache=False)
+        return self.lm.next_token_logits(ids, self.model, use_cache=False)
 
 
 CACHES = ("own", "hf")
@@ -263,7 +266,7 @@ class CachedEngine(SerialEngine):
         prefill = not request.token_ids
         new = request.prompt_token_ids if prefill else request.token_ids[-1:]
         ids = torch.tensor([new], device=self.lm.device)  # [1, prompt] once, then [1, 1]
-        logits = self.lm.next_token_logits(ids, use_cache=True, **{self._argument: memory})
+        logits = self.lm.next_token_logits(ids, self.model, use_cache=True, **{self._argument: memory})
         if prefill:
             check_filled(memory, len(new), self.lm.name)
         return logits

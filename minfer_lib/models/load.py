@@ -74,7 +74,9 @@ class LanguageModel:
     vocab_size: int
     device: torch.device
     quantization: dict[str, Any] | None = None
-    packed_support: Any = field(default=None, repr=False)  # what `attention.support` found out, once for all engines
+    # what engines found out about the model, once for all of them
+    packed_layers: Any = field(default=None, repr=False)  # by `attention.support`
+    input_groups: list[list[str]] | None = field(default=None, repr=False)  # by `fused_linear.shared_inputs`
     # rotary frequencies as they were loaded: module, name of its buffer, values
     frequencies: list[tuple[nn.Module, str, torch.Tensor]] = field(default_factory=list, repr=False)
 
@@ -147,8 +149,10 @@ class LanguageModel:
         """Token ids of messages in the model's chat template; a string stands for one message of the user."""
         return tokenizer.apply_chat(self._needed_tokenizer(), messages)
 
-    def next_token_logits(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def next_token_logits(self, input_ids: torch.Tensor, model: Any = None, **kwargs: Any) -> torch.Tensor:
         """Runs the model on input_ids [batch, tokens]; logits after the last one, [batch, vocab].
+
+        model: what is run in its place, an engine's view of it.
 
         `logits_to_keep` spares the output layer all positions but the last: for a prompt of 512 tokens and a
         vocabulary of 49,152 it would otherwise write 100 MB of logits that nobody reads.
@@ -157,7 +161,7 @@ class LanguageModel:
             # a tensor of positions, since an integer makes some models drop rows of queries too
             kwargs["logits_to_keep"] = torch.tensor([input_ids.shape[1] - 1], device=input_ids.device)
         with torch.no_grad():
-            return self.model(input_ids=input_ids, **kwargs).logits[:, -1]
+            return (model or self.model)(input_ids=input_ids, **kwargs).logits[:, -1]
 
     def _needed_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
