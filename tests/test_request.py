@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minfer_lib import LanguageModel, SamplingParams
+from minfer_lib.errors import InvalidParameter
 from minfer_lib.generation.prompts import make_requests
-from minfer_lib.generation.request import Request, RequestMetrics
+from minfer_lib.generation.request import PieceReader, Request, RequestMetrics
 
 LIMIT = 20
 
@@ -25,11 +26,11 @@ def live(lm: LanguageModel, text: str | list[int], prompt: str | list[int] = "p"
     """Feeds tokens to a request until it ends, one a second from 2.0 on; the request and its pieces."""
     params = dict(max_tokens=LIMIT) | params
     request = make(lm, prompt, SamplingParams(**params))[0]
-    pieces = []
+    reader, pieces = PieceReader(request), []
     tokens = lm.encode(text) if isinstance(text, str) else text
     for now, token in zip(itertools.count(2.0), tokens, strict=False):
         request.append(token, None, now)
-        pieces.append(request.take_piece())
+        pieces.append(reader.take())
         if request.finished:
             break
     return request, pieces
@@ -171,14 +172,14 @@ def test_logprobs_only_if_asked_for(tiny: LanguageModel):
 )
 def test_pieces_always_join_to_the_text(tiny, text: str, stop: list[str], min_tokens: int, limit: int):
     request = make(tiny, "p", SamplingParams(stop=stop, max_tokens=limit, min_tokens=min_tokens), max_model_len=60)[0]
-    pieces = []
+    reader, pieces = PieceReader(request), []
     for token in [*text.encode(), 258]:
         if not request.finished:
             request.append(token, None, 0.0)
-            pieces.append(request.take_piece())
+            pieces.append(reader.take())
     if not request.finished:  # EOS came before min_tokens
         request.finish("abort", 0.0)
-        pieces.append(request.take_piece())
+        pieces.append(reader.take())
     assert "".join(p.text for p in pieces) == request.text
     assert [t for p in pieces for t in p.token_ids] == request.token_ids
     assert [p.finish_reason is not None for p in pieces] == [False] * (len(pieces) - 1) + [True]
@@ -186,3 +187,57 @@ def test_pieces_always_join_to_the_text(tiny, text: str, stop: list[str], min_to
     assert (
         shown == request.text if request.stop_reason is None else shown.startswith(request.text + request.stop_reason)
     )
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    text=st.text("abSTOP é你", max_size=12),
+    stop=st.lists(st.sampled_from(["STOP", "TO", "b", "é你", "P ", "OP"]), max_size=3),
+    min_tokens=st.integers(0, 6),
+    broken=st.sets(st.integers(0, 40)),
+)
+def test_what_is_derived_from_the_tokens_again_is_the_same(
+    tiny, text, stop: list[str], min_tokens: int, broken: set[int]
+):
+    """After a step that was broken off just behind its token, whatever else it had done by then."""
+    params = SamplingParams(stop=stop, max_tokens=40, min_tokens=min_tokens)
+    whole, restored = (make(tiny, "p", params, max_model_len=60)[0] for _ in range(2))
+    readers = [PieceReader(whole), PieceReader(restored)]
+    for position, token in enumerate([*text.encode(), 258]):
+        if whole.finished:
+            break
+        whole.append(token, None, 0.0)
+        if position in broken:
+            restored.token_ids.append(token)
+            restored.restore(0.0)
+        else:
+            restored.append(token, None, 0.0)
+        assert (whole.finish_reason, whole.stop_reason) == (restored.finish_reason, restored.stop_reason)
+        assert whole.text == restored.text and readers[0].take() == readers[1].take()
+
+
+def test_every_reader_has_a_place_of_its_own(tiny: LanguageModel):
+    request = make(tiny, "p", SamplingParams(max_tokens=3))[0]
+    first, second = PieceReader(request), PieceReader(request)
+    request.append(97, None, 0.0), request.append(98, None, 0.0)
+    assert first.take().text == "ab" and not first.ended
+    request.append(99, None, 0.0)
+    assert (first.take().text, second.take().text) == ("c", "abc") and first.ended and second.ended
+
+
+def test_tokens_of_prompt_and_answer(tiny: LanguageModel):
+    request = make(tiny, [1, 2, 3], SamplingParams(max_tokens=9))[0]
+    for token in (4, 5, 6):
+        request.append(token, None, 0.0)
+    assert request.num_tokens == 6
+    for begin, end in itertools.combinations(range(7), 2):
+        assert request.tokens(begin, end) == [1, 2, 3, 4, 5, 6][begin:end]
+
+
+def test_many_answers_cost_no_square(tiny: LanguageModel):
+    """All answers to a prompt hold one and the same list of each other."""
+    few, many = (make(tiny, "p", SamplingParams(n=n)) for n in (8, 1024))
+    assert len(many) == 1024 and all(request.siblings is many[0].siblings for request in many)
+    assert len(many[0].siblings) == 1024 and few[0].siblings is not many[0].siblings
+    with pytest.raises(InvalidParameter, match=r"n must be .* from 1 to 1024"):
+        SamplingParams(n=10**9)
