@@ -12,15 +12,34 @@ import torch
 from families import NEW_TOKENS, PROMPTS, WINDOW, hf_generate
 
 from minfer_lib import CachedEngine, LanguageModel, LLMEngine, NaiveEngine, SamplingParams, load_model
-from minfer_lib.engine.serial import SerialEngine
+from minfer_lib.engine.serial import Engine
 from minfer_lib.errors import UnsupportedModel
 
-ENGINES: dict[str, Callable[..., SerialEngine | LLMEngine]] = {
+
+def llm_engine(**kind: object) -> Callable[..., LLMEngine]:
+    return lambda lm, **options: LLMEngine(lm, **(kind | options))
+
+
+SERIAL: dict[str, Callable[..., Engine]] = {
     "naive": NaiveEngine,
     "own": lambda lm, **options: CachedEngine(lm, "own", **options),
     "hf": lambda lm, **options: CachedEngine(lm, "hf", **options),
-    "slots": LLMEngine,
 }
+# "auto" takes our kernel in C where there is one
+PACKED: dict[str, Callable[..., Engine]] = {
+    "slots": llm_engine(kv_cache="slots"),
+    "paged": llm_engine(kv_cache="paged"),
+}
+OTHERS: dict[str, Callable[..., Engine]] = {
+    "slots, torch, 5 tokens a step": llm_engine(kv_cache="slots", backend="torch", max_num_batched_tokens=5),
+    "paged, torch": llm_engine(kv_cache="paged", backend="torch", block_size=7),
+    "blocks of 1, 5 tokens a step": llm_engine(kv_cache="paged", block_size=1, max_num_batched_tokens=5),
+    "few pages": llm_engine(kv_cache="paged", block_size=2, num_blocks=14),
+    "few pages, torch, 6 tokens a step": llm_engine(
+        kv_cache="paged", block_size=2, num_blocks=14, backend="torch", max_num_batched_tokens=6
+    ),
+}
+ENGINES = SERIAL | PACKED
 Family = Callable[[str], LanguageModel]
 
 _oracles: dict[tuple, list[list[int]]] = {}
@@ -47,14 +66,17 @@ def test_the_prompts_are_worth_testing():
     assert NEW_TOKENS > 5 and max(lengths) < WINDOW + NEW_TOKENS  # short ones grow beyond the window while they decode
 
 
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("kind", ENGINES | OTHERS)
 @pytest.mark.parametrize("name", families.EXACT)
 def test_equals_generate_twice_in_a_row(family: Family, name: str, kind: str):
     lm = family(name)
     expected = oracle(lm)
     assert len({tuple(answer) for answer in expected}) == len(PROMPTS)  # else a mix-up could hide
-    engine = ENGINES[kind](lm)
+    engine = (ENGINES | OTHERS)[kind](lm)
+    if kind.startswith("few"):
+        engine.scheduler.watermark = 0
     assert tokens(engine.generate(PROMPTS, greedy())) == expected
+    assert not kind.startswith("few") or engine.stats()["preemptions"] > 0
     assert tokens(engine.generate(PROMPTS[::-1], greedy())) == expected[::-1]  # nothing of the first call is left
 
 
@@ -104,7 +126,7 @@ def test_other_families_are_right_or_refused(family: Family, name: str, kind: st
         outputs = ENGINES[kind](lm).generate(prompts, greedy())
     except UnsupportedModel as error:
         assert kind != "naive" and name in str(error) and "NaiveEngine" in str(error)
-        assert kind != "slots" or "CachedEngine" in str(error)
+        assert kind in SERIAL or "CachedEngine" in str(error)
     else:
         assert tokens(outputs) == [hf_generate(lm, prompt) for prompt in prompts]
 
@@ -185,6 +207,13 @@ def test_the_models_own_generation_config_has_no_say(family: Family, folder: Pat
     assert len(expected) <= 6
     output = ENGINES[kind](lm).generate(ids, SamplingParams(max_tokens=12))[0]
     assert (output.token_ids, output.finish_reason) == (expected, "stop")
+
+
+def test_projections_are_merged_in_these_engines(family: Family):
+    """So that what is equal here is so with one product for q, k and v, and one for gate and up."""
+    merged = {name: len(LLMEngine(family(name)).runner.model.fused) for name in families.EXACT}
+    assert {name for name, count in merged.items() if count == 0} <= {"gpt2", "phi3"}  # which come that way
+    assert merged["llama"] == merged["gemma2"] == 2 * 2 and merged["qwen3_moe"] >= 2
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -16,8 +16,9 @@ ENGINES: dict[str, Callable] = {
     "own": lambda lm: CachedEngine(lm, "own"),
     "hf": lambda lm: CachedEngine(lm, "hf"),
     "slots": LLMEngine,
-    "slots, 5 tokens a step": lambda lm: LLMEngine(lm, max_num_batched_tokens=5),
-    "slots, 2 at once": lambda lm: LLMEngine(lm, max_num_seqs=2, max_num_batched_tokens=16),
+    "paged, 5 tokens a step": lambda lm: LLMEngine(lm, "paged", max_num_batched_tokens=5),
+    "slots, 2 at once": lambda lm: LLMEngine(lm, backend="torch", max_num_seqs=2, max_num_batched_tokens=16),
+    "few pages": lambda lm: LLMEngine(lm, "paged", block_size=2, num_blocks=14),
 }
 KERNEL = "portable" if why_not("compiled") else "compiled"  # one and the same in every run
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -58,7 +59,7 @@ def tokens(outputs: list) -> list[list[int]]:
 # -- weights alone: token for token -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["naive", "own", "hf", "slots", "slots, 5 tokens a step"])
+@pytest.mark.parametrize("kind", ["naive", "own", "hf", "slots", "paged, 5 tokens a step"])
 @pytest.mark.parametrize("name", families.EXACT)
 def test_weight_only_equals_generate(int8: Made, name: str, kind: str):
     lm = int8(name, "none")
@@ -107,7 +108,7 @@ def test_smollm2_weight_only():
     prompts = [lm.encode("The capital of France is"), lm.encode("One, two, three, four,")]
     expected = [hf_generate(lm, prompt, 4) for prompt in prompts]
     params = SamplingParams(max_tokens=4, ignore_eos=True)
-    for kind in ("own", "slots", "slots, 5 tokens a step"):
+    for kind in ("own", "slots", "paged, 5 tokens a step"):
         outputs = ENGINES[kind](lm).generate(prompts, params)
         assert tokens(outputs) == expected
         assert "Paris" in outputs[0].text and "five" in outputs[1].text
@@ -140,7 +141,7 @@ def rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize("kind", ["own", "slots", "slots, 5 tokens a step"])
+@pytest.mark.parametrize("kind", ["own", "slots", "paged, 5 tokens a step"])
 @pytest.mark.parametrize("name", families.EXACT)
 def test_dynamic_logits_are_bounded_in_company(
     int8: Made, family: Callable[[str], LanguageModel], name: str, kind: str
