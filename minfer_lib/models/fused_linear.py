@@ -10,6 +10,8 @@ computes what its layer computes, whatever it is given and in whatever order par
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 import time
 from collections import Counter
@@ -54,35 +56,30 @@ class InputGroups:
         return [list(group) for group in found]
 
 
-class _StandIn(nn.Module):
-    """Stands in a view where a layer stood, with its parameters, buffers, hooks and attributes under the same names."""
+class FusedPart(nn.Module):
+    """One of several layers that read the same input: the first computes all of them, the others take theirs.
 
-    layer: nn.Module
+    It stands in a view where its layer stood, with the same parameters, buffers, hooks and attributes.
+    """
 
-    @classmethod
-    def of(cls, layer: nn.Module) -> _StandIn:
-        stand_in = object.__new__(cls)
-        stand_in.__dict__ = layer.__dict__ | {"layer": layer}  # no child, so that names stay what they are
-        return stand_in
-
-
-class _Watcher(_StandIn):
-    name: str
-    inputs: InputGroups
+    def __init__(self, layer: nn.Module, fused: FusedLinear, index: int) -> None:
+        # the layer is no child, so that names stay what they are
+        self.__dict__ = layer.__dict__ | {"layer": layer, "fused": fused, "index": index}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.inputs.note(self.name, x)
+        fused = self.fused
+        if self.index == 0 and fused.whole is not None:
+            first, *others = fused.whole.forward(x).split(fused.sizes, -1)
+            fused.waiting = x, dict(enumerate(others, 1))
+            return first
+        waiting = fused.waiting  # read once, since other threads may run the same view
+        if waiting is not None and waiting[0] is x:
+            result = waiting[1].pop(self.index, None)
+            if not waiting[1]:
+                fused.waiting = None
+            if result is not None:
+                return result
         return self.layer.forward(x)
-
-
-class FusedPart(_StandIn):
-    """One of several layers that read the same input: the first computes all of them, the others find theirs."""
-
-    fused: FusedLinear
-    index: int
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fused.part(self.index, x)
 
 
 class FusedLinear:
@@ -101,75 +98,59 @@ class FusedLinear:
 
         To be called again when `intact` says no: after `model.to(...)`, `weight.data = ...` and the like.
         """
-        self._waiting: tuple[torch.Tensor, dict[int, torch.Tensor]] | None = None
+        # an input, and what the layers that were not called with it yet compute of it
+        self.waiting: tuple[torch.Tensor, dict[int, torch.Tensor]] | None = None
         self.sizes = [len(layer.weight) for layer in self.layers]
         with _MERGING, torch.inference_mode(False), torch.no_grad():
-            self.whole = self._merged() if _can_merge(self.layers) else None
-        self._places = [(layer, name, _place(layer, name)) for layer in self.layers for name in row_tensors(layer)]
+            self.whole = self._merged()
+        self._merged_state = self._state()
 
     def _merged(self) -> nn.Module | None:
-        first, merged = self.layers[0], {}
+        first = self.layers[0]
+        if not all(_can_merge(layer, first) for layer in self.layers):
+            return None
         ours = set() if self.whole is None else set(map(hf_compat.storage_key, _tensors(self.whole)))
-        for name in row_tensors(first):
+        wholes = _wholes(self.layers)
+        for name in [name for name, whole in wholes.items() if whole is None]:
             parts = [getattr(layer, name) for layer in self.layers]
-            if all(part is None for part in parts):
-                continue
-            whole = _adjacent(parts, self.sizes)
-            if whole is None:
-                if any(
-                    part is not None and not (_fills(part) or hf_compat.storage_key(part) in ours) for part in parts
-                ):
-                    return None  # slices of something that we do not know
-                like = next(part for part in parts if part is not None)
-                zeros = [like.new_zeros(size, *like.shape[1:]) for size in self.sizes]  # a bias that some do not have
-                whole = torch.cat([z if part is None else part for part, z in zip(parts, zeros, strict=True)])
-                slices = [whole.narrow(0, sum(self.sizes[:i]), size) for i, size in enumerate(self.sizes)]
-                for i, part in enumerate(parts):
-                    if part is not None and not _replace(part, slices[i]):
-                        for done, slice_ in zip(parts[:i], slices, strict=False):  # back to memory of their own
-                            _ = done is None or _replace(done, slice_.clone())
-                        return None
-            merged[name] = whole
-        return hf_compat.with_tensors(first, merged, out_features=sum(self.sizes))
+            present = [part for part in parts if part is not None]
+            if not all(_fills(part) or hf_compat.storage_key(part) in ours for part in present):
+                return None  # slices of something that we do not know
+            zeros = [present[0].new_zeros(size, *present[0].shape[1:]) for size in self.sizes]
+            # zeros where some have no bias
+            wholes[name] = torch.cat([zero if part is None else part for part, zero in zip(parts, zeros, strict=True)])
+            if not _replace(parts, wholes[name].split(self.sizes)):
+                return None
+        return hf_compat.with_tensors(first, wholes, out_features=sum(self.sizes))
 
     def intact(self) -> bool:
         """Whether the tensors are where they were when they were merged, and no layer got a forward of its own."""
-        if self.whole is not None and any("forward" in vars(layer) for layer in self.layers):
-            return False
-        return all(_place(layer, name) == place for layer, name, place in self._places)
+        return self._state() == self._merged_state
 
-    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """What layer `index` computes of x [.., in]."""
-        if self.whole is None:
-            return self.layers[index].forward(x)
-        if index == 0:
-            results = dict(enumerate(self.whole.forward(x).split(self.sizes, -1)))
-            result = results.pop(0)
-            self._waiting = x, results
-            return result
-        waiting = self._waiting  # read once, since other threads may run the same view
-        if waiting is not None and waiting[0] is x:
-            result = waiting[1].pop(index, None)
-            if not waiting[1]:
-                self._waiting = None
-            if result is not None:
-                return result
-        return self.layers[index].forward(x)
+    def _state(self) -> list[object]:
+        places = [tensor.data_ptr() for layer in self.layers for tensor in _tensors(layer)]
+        return [*places, *("forward" in vars(layer) for layer in self.layers)]
 
 
 def shared_inputs(view: nn.Module, run: Callable[[], object]) -> list[list[str]]:
     """Groups of dotted names of linear layers that read the very same tensor, in the order of their calls.
 
-    view: of a model, with containers of its own. run: runs the view once. Watchers stand in the view meanwhile, and
-    nothing is hooked to the model's own modules, which others may be using; afterwards the view is as it was.
+    view: of a model, with containers of its own. run: runs the view once. Twins that note what they are given stand in
+    the view meanwhile, and nothing is hooked to the model's own modules, which others may be using; afterwards the view
+    is as it was.
     """
     inputs = InputGroups()
     layers = {name: module for name, module in view.named_modules() if row_tensors(module)}
+
+    def watch(name: str, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        inputs.note(name, x)
+        return layer.forward(x)
+
     try:
         for name, layer in layers.items():
-            watcher = _Watcher.of(layer)
-            watcher.name, watcher.inputs = name, inputs
-            view.set_submodule(name, watcher)
+            watched = hf_compat.with_children(layer, {})
+            watched.forward = functools.partial(watch, name, layer)
+            view.set_submodule(name, watched)
         run()
     finally:
         for name, layer in layers.items():
@@ -189,21 +170,24 @@ def fuse(view: nn.Module, groups: Sequence[Sequence[str]]) -> list[FusedLinear]:
         for module in view.modules()
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     )
+
+    def can_move(layer: nn.Module) -> bool:
+        return all(owners[hf_compat.storage_key(tensor)] == 1 and _fills(tensor) for tensor in _tensors(layer))
+
     fused = []
     for group in groups:
         layers = {name: view.get_submodule(name) for name in group}
-        if not _lie_together(list(layers.values())):  # else an earlier engine has merged just these
-            layers = {name: layer for name, layer in layers.items() if _can_merge([layer]) and _owns(layer, owners)}
-            layers = {name: m for name, m in layers.items() if _can_merge([next(iter(layers.values())), m])}
+        if not _are_merged(list(layers.values())):  # else an earlier engine has merged just these
+            layers = {name: layer for name, layer in layers.items() if _can_merge(layer, layer) and can_move(layer)}
+            first = next(iter(layers.values()), None)
+            layers = {name: layer for name, layer in layers.items() if _can_merge(layer, first)}
         if len(layers) < 2:
             continue
         whole = FusedLinear(list(layers.values()))
         if whole.whole is None:
             continue
         for index, (name, layer) in enumerate(layers.items()):
-            part = FusedPart.of(layer)
-            part.fused, part.index = whole, index
-            view.set_submodule(name, part)
+            view.set_submodule(name, FusedPart(layer, whole, index))
         fused.append(whole)
     return fused
 
@@ -213,11 +197,15 @@ def row_tensors(layer: nn.Module) -> tuple[str, ...]:
     return ("weight", "bias") if type(layer) is nn.Linear else getattr(type(layer), "row_tensors", ())
 
 
-def _can_merge(layers: list[nn.Module]) -> bool:
-    """Whether one product may compute all of them, and nothing else sees or changes what a layer does."""
-    first = layers[0]
-    return all(
-        bool(tensors := _tensors(layer))
+def _tensors(layer: nn.Module) -> list[torch.Tensor]:
+    return [tensor for name in row_tensors(layer) if (tensor := getattr(layer, name)) is not None]
+
+
+def _can_merge(layer: nn.Module, first: nn.Module) -> bool:
+    """Whether one product may compute both, and nothing else sees or changes what the layer does."""
+    tensors = _tensors(layer)
+    return (
+        bool(tensors)
         and type(layer) is type(first)
         and not hf_compat.has_hooks(layer)
         and "forward" not in vars(layer)
@@ -225,13 +213,7 @@ def _can_merge(layers: list[nn.Module]) -> bool:
         and (layer.weight.dtype, layer.weight.device) == (first.weight.dtype, first.weight.device)
         and layer.weight.shape[1:] == first.weight.shape[1:]
         and (type(layer) is nn.Linear or layer.merges_with(first))
-        for layer in layers
     )
-
-
-def _owns(layer: nn.Module, owners: Counter[int]) -> bool:
-    """Whether nobody else has the memory of a layer's tensors."""
-    return all(owners[hf_compat.storage_key(tensor)] == 1 and _fills(tensor) for tensor in _tensors(layer))
 
 
 def _fills(tensor: torch.Tensor) -> bool:
@@ -239,37 +221,50 @@ def _fills(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-def _tensors(layer: nn.Module) -> list[torch.Tensor]:
-    return [tensor for name in row_tensors(layer) if (tensor := getattr(layer, name)) is not None]
+def _are_merged(layers: list[nn.Module]) -> bool:
+    wholes = _wholes(layers) if all(_can_merge(layer, layers[0]) for layer in layers) else {"": None}
+    return all(whole is not None for whole in wholes.values())
 
 
-def _lie_together(layers: list[nn.Module]) -> bool:
-    """Whether the layers are merged already."""
-    if not _can_merge(layers):
-        return False
-    sizes = [len(layer.weight) for layer in layers]
-    named = [[getattr(layer, name) for layer in layers] for name in row_tensors(layers[0])]
-    return all(_adjacent(parts, sizes) is not None for parts in named if any(part is not None for part in parts))
+def _wholes(layers: list[nn.Module]) -> dict[str, torch.Tensor | None]:
+    """By name the tensor of which the layers hold the slices, if together they are all of its memory; else None."""
+    sizes, wholes = [len(layer.weight) for layer in layers], {}
+    for name in row_tensors(layers[0]):
+        parts = {i: part for i, layer in enumerate(layers) if (part := getattr(layer, name)) is not None}
+        if not parts:
+            continue
+        like = next(iter(parts.values()))
+        storage, shape = like.untyped_storage(), (sum(sizes), *like.shape[1:])
+        wholes[name] = None
+        if storage.nbytes() == math.prod(shape) * like.itemsize:
+            whole = torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, 0, shape)
+            slices = whole.split(sizes)
+            if all(_place(part) == _place(slices[i]) for i, part in parts.items()):
+                wholes[name] = whole
+    return wholes
 
 
-def _adjacent(parts: list[torch.Tensor | None], sizes: list[int]) -> torch.Tensor | None:
-    """The tensor of which these are the slices, if together they are all of its memory."""
-    first = next(part for part in parts if part is not None)
-    storage, row, at = first.untyped_storage(), first[:1].nbytes, 0
-    for part, size in zip(parts, sizes, strict=True):
-        here = None if part is None else (part.data_ptr(), part.dtype, part.shape, part.is_contiguous())
-        if here not in (None, (storage.data_ptr() + at * row, first.dtype, (size, *first.shape[1:]), True)):
-            return None
-        at += size
-    whole = torch.empty(0, dtype=first.dtype, device=first.device)
-    return whole.set_(storage, 0, (at, *first.shape[1:])) if storage.nbytes() == at * row else None
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _replace(tensor: torch.Tensor, by: torch.Tensor) -> bool:
-    """Gives a tensor other memory while it stays the same object. False if somebody else holds on to its old memory.
+def _replace(tensors: Sequence[torch.Tensor | None], new: Sequence[torch.Tensor]) -> bool:
+    """Gives tensors other memory while they stay the same objects. False if somebody holds on to the old memory of one.
 
-    `tensor.data = by` would free that under the hands of a thread that multiplies with it at this moment; swapping is
-    refused as long as one does, which is for milliseconds.
+    Then each has memory of its own.
+    """
+    for i, (tensor, by) in enumerate(zip(tensors, new, strict=True)):
+        if tensor is not None and not _swap(tensor, by):
+            for done in tensors[:i]:
+                _ = done is None or _swap(done, done.clone())
+            return False
+    return True
+
+
+def _swap(tensor: torch.Tensor, by: torch.Tensor) -> bool:
+    """`tensor.data = by` would free memory under the hands of a thread that multiplies with it at this moment.
+
+    Swapping is refused as long as one does, which is for milliseconds.
     """
     new = nn.Parameter(by, requires_grad=False) if isinstance(tensor, nn.Parameter) else by
     for _ in range(200):
@@ -279,8 +274,3 @@ def _replace(tensor: torch.Tensor, by: torch.Tensor) -> bool:
         except RuntimeError:
             time.sleep(0.001)
     return False
-
-
-def _place(layer: nn.Module, name: str) -> int | None:
-    tensor = getattr(layer, name)
-    return None if tensor is None else tensor.data_ptr()
