@@ -211,6 +211,7 @@ def test_bytes_of_any_text_cut_anywhere(text: str, split: int):
 
 @settings(max_examples=200, deadline=None)
 @given(new=st.binary(max_size=40))
+@example(new=b"\xed\xa0")  # half of a surrogate pair
 def test_any_bytes_at_all(new: bytes):
     """Where the model writes bytes that are no text, the pieces still join to the full decode, and never change."""
     prompt = list(b"say: ")

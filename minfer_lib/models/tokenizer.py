@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import copy
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,9 +79,9 @@ def _own_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     What somebody changes for good (tokens added, another post-processor) is taken over by a new copy.
     """
     backend = tokenizer.backend_tokenizer
-    state = (id(backend), backend.get_vocab_size(), repr(backend.pre_tokenizer), repr(backend.post_processor))
-    known = _BACKENDS.get(tokenizer)
-    if known is None or known[0] != state:
+    parts = (backend.pre_tokenizer, backend.post_processor, backend.decoder)
+    state = (id(backend), backend.get_vocab_size(), *map(repr, parts))
+    if tokenizer not in _BACKENDS or _BACKENDS[tokenizer][0] != state:
         try:
             own = copy.deepcopy(backend)
         except Exception:  # one with parts that are written in Python cannot be copied
@@ -88,8 +89,8 @@ def _own_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
         own.no_truncation()
         own.no_padding()
         own.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
-        known = _BACKENDS[tokenizer] = (state, own)
-    return known[1]
+        _BACKENDS[tokenizer] = (state, own)
+    return _BACKENDS[tokenizer][1]
 
 
 @contextmanager
@@ -100,11 +101,9 @@ def _refused(what: str) -> Iterator[None]:
     except UnicodeEncodeError as error:
         raise InvalidPrompt(f"{what}: it is not valid Unicode.") from error
     except BaseException as error:
-        ours = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError)
-        if isinstance(error, InvalidPrompt):
-            raise
+        known = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError)
         # the tokenizers library raises plain exceptions, and a panic that is none
-        if isinstance(error, ours) or type(error) is Exception or type(error).__name__ == "PanicException":
+        if isinstance(error, known) or type(error) is Exception or type(error).__name__ == "PanicException":
             raise InvalidPrompt(f"{what}: {type(error).__name__}: {_cut(error)}.") from error
         raise
 
@@ -115,6 +114,8 @@ def _cut(error: BaseException, limit: int = 200) -> str:
 
 
 # -- conversations ----------------------------------------------------------------------------------------------------
+
+MESSAGE = 'Each message is a dict such as {"role": "user", "content": "Hello"}.'
 
 
 def apply_chat(tokenizer: PreTrainedTokenizerBase, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:
@@ -143,23 +144,37 @@ def apply_chat(tokenizer: PreTrainedTokenizerBase, messages: str | Sequence[Mapp
     control |= {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
     longest_first = sorted(filter(None, control), key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-    typed, stand_ins = _without_control_tokens(conversation, pattern)
+
+    # the template sees a private character, which nobody typed, in place of each control token that somebody typed
+    strings: list[str] = []
+    _each_string(conversation, lambda text: strings.append(text) or text)
+    typed = sorted({token for text in strings for token in pattern.findall(text)})
+    unused = (c for c in map(chr, itertools.count(0xF0000)) if not any(c in text for text in strings))
+    stand_ins = dict(zip(typed, unused, strict=False))
+    hidden = _each_string(conversation, lambda text: pattern.sub(lambda match: stand_ins[match.group()], text))
     try:
         text = tokenizer.apply_chat_template(
-            typed, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
+            hidden, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
         )
     except Exception as error:  # templates are programs of the model's authors; they raise what they like
-        raise InvalidPrompt(
-            f"The messages do not fit this model's chat template: {_cut(error)}. "
-            'Each message is a dict such as {"role": "user", "content": "Hello"}.'
-        ) from error
+        raise InvalidPrompt(f"The messages do not fit this model's chat template: {_cut(error)}. {MESSAGE}") from error
     if not isinstance(text, str) or not text.strip():
         raise InvalidPrompt("This model's chat template makes nothing of these messages: not a single character.")
-
+    plain = {stand_ins[token]: _plain_ids(tokenizer, token) for token in typed}
     ids: list[int] = []
-    for part in re.split(f"([{''.join(stand_ins)}])", text) if stand_ins else [text]:
-        ids += _plain_ids(tokenizer, stand_ins[part]) if part in stand_ins else _ids(tokenizer, part, False)
-    _check_control_tokens(tokenizer, ids, text, conversation, control, pattern)
+    for part in re.split(f"([{''.join(plain)}])", text) if plain else [text]:
+        ids += plain[part] if part in plain else _ids(tokenizer, part, False)
+
+    # some tokenizers make a control token of other spellings (capitals, wide letters), or have it as an ordinary one
+    forbidden = set(control.values()) - {tokenizer.unk_token_id}
+    if sum(i in forbidden for i in ids) > len(pattern.findall(text)):  # more than the template wrote
+        parts = [part for text in strings for part in pattern.split(text)]
+        for i in itertools.chain(*plain.values(), *(_ids(tokenizer, part, False) for part in parts)):
+            if i in forbidden:
+                raise InvalidPrompt(
+                    f"A message holds {shown(tokenizer.decode([i]))}, a control token of this model, and its tokenizer "
+                    "cannot write that as plain text. Take it out of the message."
+                )
     return ids
 
 
@@ -167,45 +182,25 @@ def _checked_messages(messages: str | Sequence[Mapping[str, Any]]) -> list[dict[
     """The messages with their contents as strings."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    advice = 'Each message is a dict such as {"role": "user", "content": "Hello"}.'
     try:
-        many = list(messages)
-    except TypeError:
-        many = []
-    if not many or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in many):
-        raise InvalidPrompt(f"A conversation must be a list of messages with a role; it is {shown(messages)}. {advice}")
-    return [{**message, "content": _content(message, advice)} for message in many]
-
-
-def _content(message: Mapping[str, Any], advice: str) -> str:
-    content = message.get("content")
-    if isinstance(content, list | tuple) and content:
-        parts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in content]
-        if all(isinstance(part, str) for part in parts):
-            return "".join(parts)
-    if not isinstance(content, str):
+        checked = [dict(message) for message in messages]
+    except (TypeError, ValueError):
+        checked = []
+    if not checked or not all(isinstance(message.get("role"), str) for message in checked):
         raise InvalidPrompt(
-            f"The content of a message must be a string or a list of text parts; it is {shown(content)}. {advice}"
+            f"A conversation must be a list of messages with a role; it is {shown(messages)}. {MESSAGE}"
         )
-    return content
-
-
-def _without_control_tokens(
-    messages: list[dict[str, Any]], pattern: re.Pattern[str]
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The messages with a private character in place of each control token, and what each of these stands for.
-
-    The template sees no control token but its own, and still every other character of the messages.
-    """
-    strings = _strings(messages)
-    typed = {token for text in strings for token in pattern.findall(text)}
-    if not typed:
-        return messages, {}
-    used = set().union(*strings)
-    unused = (c for c in map(chr, itertools.count(0xF0000)) if c not in used)  # of Unicode's private planes
-    stand_ins = dict(zip(sorted(typed), unused, strict=False))
-    hidden = _each_string(messages, lambda text: pattern.sub(lambda match: stand_ins[match.group()], text))
-    return hidden, {character: token for token, character in stand_ins.items()}
+    for message in checked:
+        content = message.get("content")
+        if isinstance(content, list | tuple) and content:
+            parts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in content]
+            if all(isinstance(part, str) for part in parts):
+                message["content"] = content = "".join(parts)
+        if not isinstance(content, str):
+            raise InvalidPrompt(
+                f"The content of a message must be a string or a list of text parts; it is {shown(content)}. {MESSAGE}"
+            )
+    return checked
 
 
 def _each_string(value: Any, change: Callable[[str], str]) -> Any:
@@ -215,39 +210,6 @@ def _each_string(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {key: _each_string(item, change) for key, item in value.items()}
     return [_each_string(item, change) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _strings(value: Any) -> list[str]:
-    """Every string inside a value."""
-    strings: list[str] = []
-    _each_string(value, lambda text: strings.append(text) or text)
-    return strings
-
-
-def _check_control_tokens(
-    tokenizer: PreTrainedTokenizerBase,
-    ids: list[int],
-    text: str,
-    messages: list[dict[str, Any]],
-    control: dict[str, int],
-    pattern: re.Pattern[str],
-) -> None:
-    """Raises `InvalidPrompt` if a message became a control token all the same.
-
-    Some tokenizers make one of other spellings (capitals, wide letters), or find it among their ordinary tokens.
-    """
-    forbidden = set(control.values()) - {tokenizer.unk_token_id}
-    if sum(i in forbidden for i in ids) <= len(pattern.findall(text)):
-        return  # all are in the text of the template
-    for string in _strings(messages):
-        parts = [*(_ids(tokenizer, part, False) for part in pattern.split(string)),
-                 *(_plain_ids(tokenizer, token) for token in pattern.findall(string))]  # fmt: skip
-        for token in itertools.chain(*parts):
-            if token in forbidden:
-                raise InvalidPrompt(
-                    f"A message holds {shown(tokenizer.decode([token]))}, a control token of this model, and its "
-                    "tokenizer cannot write that as plain text. Take it out of the message."
-                )
 
 
 # -- ids to text ------------------------------------------------------------------------------------------------------
@@ -290,7 +252,7 @@ class StreamDecoder:
         if tokenizer is None or not len(token_ids):
             return ""
         if self._way is None:
-            bytes_of = _bytes_of(tokenizer, skip)
+            bytes_of = _bytes_of(_own_backend(tokenizer), skip) if tokenizer.is_fast else None
             self._way = _ByWindow(tokenizer, prompt_ids, skip) if bytes_of is None else _ByBytes(bytes_of, prompt_ids)
         return self._way.feed(token_ids)
 
@@ -308,8 +270,7 @@ class _ByBytes:
 
     def __init__(self, bytes_of: _TokenBytes, prompt_ids: Sequence[int]) -> None:
         self._bytes_of = bytes_of
-        # the first token of a text may lose a space
-        self._first = not any(bytes_of[token] for token in prompt_ids)
+        self._begun = any(bytes_of[token] for token in prompt_ids)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(bytes_of.errors)
         end = b"".join(bytes_of[token] for token in prompt_ids[-CONTEXT_TOKENS:])[-4:]
         unfinished = end[codecs.utf_8_decode(end, "replace", False)[1] :]
@@ -318,10 +279,9 @@ class _ByBytes:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         pieces = [self._bytes_of[token] for token in token_ids]
-        if self._first and any(pieces):
+        if not self._begun and any(pieces):  # the first token of a text may lose a space
             at = next(i for i, piece in enumerate(pieces) if piece)
-            pieces[at] = self._bytes_of.at_the_beginning(token_ids[at])
-            self._first = False
+            pieces[at], self._begun = self._bytes_of.look_up(token_ids[at], []), True
         text = self._utf8.decode(b"".join(pieces))
         if text and self._lost:
             own = text.lstrip(REPLACEMENT)
@@ -329,8 +289,9 @@ class _ByBytes:
         return text
 
     def flush(self) -> str:
+        pending, _ = self._utf8.getstate()
         self._utf8.reset()
-        return ""
+        return pending.decode(errors="replace")[:-1]  # Python waits after ED A0, which are two broken characters
 
 
 class _ByWindow:
@@ -393,24 +354,21 @@ class _TokenBytes(dict[int, bytes]):
     is written as `<0x0A>` (SentencePiece).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool, byte_level: bool) -> None:
-        self._backend, self._skip, self._byte_level = _own_backend(tokenizer), skip_special_tokens, byte_level
+    def __init__(self, backend: Tokenizer, skip_special_tokens: bool, byte_level: bool) -> None:
+        special = backend.get_added_tokens_decoder().items() if skip_special_tokens else ()
+        super().__init__({token_id: b"" for token_id, token in special if token.special})
+        self._text = functools.partial(backend.decode, skip_special_tokens=skip_special_tokens)
+        self._token, self._byte_level = backend.id_to_token, byte_level
         self.errors = "replace" if byte_level else MARK_EACH_BYTE
-        special = tokenizer.added_tokens_decoder.items() if skip_special_tokens else ()
-        self.update({token_id: b"" for token_id, token in special if token.special})
-        self._before = self._backend.encode("a", add_special_tokens=False).ids  # a text in front of a token
-        self._length = len(self._decode(self._before))
+        self._before = backend.encode("a", add_special_tokens=False).ids  # a text in front of a token
 
     def __missing__(self, token_id: int) -> bytes:
-        self[token_id] = piece = self._look_up(token_id)
+        self[token_id] = piece = self.look_up(token_id, self._before)
         return piece
 
-    def at_the_beginning(self, token_id: int) -> bytes:
-        """The same where no text stands in front of it."""
-        return self._look_up(token_id, after_text=False)
-
-    def _look_up(self, token_id: int, after_text: bool = True) -> bytes:
-        token = self._backend.id_to_token(token_id)
+    def look_up(self, token_id: int, before: list[int]) -> bytes:
+        """The same where these tokens stand in front of it."""
+        token = self._token(token_id)
         if token is None:  # a row of the embedding that the tokenizer knows nothing of
             return b""
         if self._byte_level:
@@ -418,27 +376,12 @@ class _TokenBytes(dict[int, bytes]):
             return token.encode() if None in values else bytes(values)
         if byte := BYTE_TOKEN.fullmatch(token):
             return bytes([int(byte[1], 16)])
-        before, length = (self._before, self._length) if after_text else ([], 0)
-        return self._decode([*before, token_id])[length:].encode()
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._backend.decode(ids, skip_special_tokens=self._skip)
+        return self._text([*before, token_id])[len(self._text(before)) :].encode()
 
 
-_TABLES: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Any, _TokenBytes]] = WeakKeyDictionary()
-
-
-def _bytes_of(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> _TokenBytes | None:
+@functools.lru_cache(maxsize=16)
+def _bytes_of(backend: Tokenizer, skip_special_tokens: bool) -> _TokenBytes | None:
     """The table of a tokenizer; None for one whose tokens cannot be told as bytes one by one."""
-    if not tokenizer.is_fast:
-        return None
-    backend = tokenizer.backend_tokenizer
     kind = repr(backend.decoder)
     byte_level = kind.startswith("ByteLevel(")
-    if not byte_level and "ByteFallback(" not in kind:
-        return None
-    tables = _TABLES.setdefault(tokenizer, {})
-    key = (id(backend), backend.get_vocab_size(), kind, skip_special_tokens)
-    if key not in tables:
-        tables[key] = _TokenBytes(tokenizer, skip_special_tokens, byte_level)
-    return tables[key]
+    return _TokenBytes(backend, skip_special_tokens, byte_level) if byte_level or "ByteFallback(" in kind else None
