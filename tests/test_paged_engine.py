@@ -3,6 +3,7 @@ tokens. What holds for slots and pages alike is in test_llm_engine.py."""
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -25,7 +26,7 @@ from engines import (
 )
 from families import PROMPTS, hf_generate, saying
 
-from minfer_lib import CachedEngine, LanguageModel, LLMEngine, SamplingParams
+from minfer_lib import CachedEngine, LanguageModel, LLMEngine, SamplingParams, load_model
 from minfer_lib.cache.paged import PagedKVCache
 from minfer_lib.errors import GenerationFailed, PromptTooLong
 
@@ -233,6 +234,29 @@ def test_a_prompt_that_begins_differently_finds_nothing(family: Family):
     assert engine.stats()["hit_tokens"] == 0
 
 
+@pytest.mark.parametrize("budget", [8, 512])
+@pytest.mark.parametrize("bad_step", [1, 3, 5, 7])
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_was_not_a_number_is_not_found_again(budget: int, bad_step: int, n: int):
+    """A hook makes one step's keys NaN, in a prompt or behind it; whoever begins alike afterwards computes his own."""
+    lm, prompt, steps = load_model("tiny-random", device="cpu"), list(range(3, 43)), itertools.count(1)
+    expected = hf_generate(lm, prompt, 8)
+
+    def poison(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        return output * math.nan if next(steps) == bad_step else output
+
+    engine = paged(lm, block_size=4, max_num_batched_tokens=budget)
+    lm.model.model.layers[0].mlp.down_proj.register_forward_hook(poison)
+    first = engine.generate(prompt, free(8, n=n))
+    assert "error" in {output.finish_reason for output in first}
+    for output in first:
+        assert output.token_ids == expected[: len(output.token_ids)]
+    assert next(steps) > bad_step
+    for _ in range(2):
+        assert tokens(engine.generate(prompt, free(8, n=n))) == [expected] * n
+    assert_idle(engine)
+
+
 # -- several answers to one prompt ------------------------------------------------------------------------------------
 
 
@@ -271,6 +295,14 @@ def test_answers_in_a_pool_that_is_too_small_for_all_of_them(family: Family, cac
     assert tokens(outputs) == tokens(CachedEngine(lm).generate(prompts, params))
     assert engine.stats()["preemptions"] > 0 and engine.stats()["forked_tokens"] > 0
     assert_idle(engine)
+
+
+@pytest.mark.xfail(strict=True, reason="all wait for the sibling that computes the prompt, and it ends with that")
+def test_answers_of_one_token_do_not_queue_for_each_other(tiny: LanguageModel):
+    engine = paged(tiny, max_num_seqs=50)
+    outputs = engine.generate("ab", free(1, n=200))
+    assert tokens(outputs) == [hf_generate(tiny, [97, 98], 1)] * 200
+    assert engine.stats()["steps"] < 3 * 200 / 50
 
 
 class FirstCopyFails:

@@ -30,7 +30,7 @@ from engines import (
 from families import hf_generate
 
 from minfer_lib import CachedEngine, LanguageModel, LLMEngine, NaiveEngine, SamplingParams, load_model
-from minfer_lib.errors import InvalidParameter, MinferError
+from minfer_lib.errors import GenerationFailed, InvalidParameter, MinferError
 from minfer_lib.models import hf_compat
 
 Family = Callable[[str], LanguageModel]
@@ -194,6 +194,32 @@ def test_threads_that_step_hand_each_output_out_once(family: Family, make: Make,
     outputs = [output for outputs in got for output in outputs]
     assert by_id(outputs) == {str(i): alone(lm, MIX[i % 8], 6) for i in range(40)}
     assert_idle(engine)
+
+
+@pytest.mark.xfail(strict=True, reason="a step that fails hands its outputs out without the turn")
+def test_threads_that_step_hand_failures_out_once(tiny: LanguageModel, make: Make, eager_switching: None):
+    engine, got, count = make(tiny, max_num_seqs=4), [], itertools.count(1)
+    forward = engine.runner.forward
+
+    def broken(inputs: object) -> object:
+        if next(count) % 2:
+            raise RuntimeError("a shape is wrong")
+        return forward(inputs)
+
+    engine.runner.forward = broken
+    for i in range(120):
+        engine.add_request([97 + i % 20], free(1), request_id=str(i))
+
+    def step() -> None:
+        while engine.has_unfinished():
+            try:
+                got.extend(engine.step())
+            except GenerationFailed as failure:
+                got.extend(failure.outputs)
+
+    run_threads(*[step] * 6)
+    assert sorted(by_id(got)) == sorted(map(str, range(120)))
+    assert {output.finish_reason for output in got} == {"error", "length"}
 
 
 def test_what_a_step_refuses_to_its_own_logits_processor_changes_nothing(family: Family, make: Make):
