@@ -79,13 +79,11 @@ def stored_tensors(files: Iterable[Path]) -> Stored:
 
 def check_counts(values: Any, name: str, most: int = MOST_PARTS, parts: re.Pattern[str] = PARTS) -> None:
     """Raises `ModelNotFound` where config.json, as it was read, counts more layers or experts than can be."""
-    if isinstance(values, list):
-        for value in values:
-            check_counts(value, name, most, parts)
-    for key, value in values.items() if isinstance(values, dict) else ():
+    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+        counts = isinstance(value, int) and parts.search(str(key)) and not str(key).endswith(("size", "dim"))
         if isinstance(value, dict | list):
             check_counts(value, name, most, parts)
-        elif isinstance(value, int) and value > most and parts.search(key) and not key.endswith(("size", "dim")):
+        elif counts and value > most:
             limit = f"no model has more than {most:,}" if most == MOST_PARTS else f"the weights are {most:,} tensors"
             raise ModelNotFound(
                 f"config.json of {name} asks for {short(str(value))} parts (`{key}`), and {limit}. Fetch the model "
@@ -152,14 +150,16 @@ def explain(error: Exception, source: str, name: str, part: str) -> MinferError:
     reason = short((f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first).rstrip(".!")) + "."
     if isinstance(error, KeyError):  # whose text is the key alone
         reason = f"there is no {reason}"
-    unsupported = ("Unrecognized configuration class", "does not recognize this architecture", "Unrecognized model",
-                   "trust_remote_code", "contains custom code")  # fmt: skip
+    unsupported = (
+        "Unrecognized configuration class|does not recognize this architecture|Unrecognized model|"
+        "trust_remote_code|contains custom code"
+    )
     is_folder = os.path.isdir(source)  # Path.is_dir raises where a name is too long for a path
     if is_folder and not (Path(source) / "config.json").is_file():
         part, reason = "config.json", "it holds no config.json."
     elif isinstance(error, ImportError):
         return BadEnvironment(f"Loading {name} needs a package that is not installed: {reason}")
-    elif any(text in str(error) for text in unsupported):
+    elif re.search(unsupported, str(error)):
         return UnsupportedModel(
             f"{name} is not a decoder-only language model that this version of transformers can load by itself: "
             f"{reason} Choose a causal language model whose code is part of transformers."
@@ -192,18 +192,16 @@ def eos_ids(model: PreTrainedModel) -> frozenset[int]:
 
     Raises `UnsupportedModel` where the configs hold something that is no id.
     """
-    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = getattr(model.generation_config, "eos_token_id", None)
     if ids is None:
         ids = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if ids is None:
-        return frozenset()
-    each = ids if isinstance(ids, list | tuple) else [ids]
-    if any(isinstance(i, bool) or not hasattr(i, "__index__") for i in each):
+    numbers = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
+    if any(isinstance(i, bool) or not hasattr(i, "__index__") for i in numbers):
         raise UnsupportedModel(
             f"This model's eos_token_id is {ids!r}, so that nobody knows where its answers end: it must be a token id "
             "or a list of them. Correct it in generation_config.json or config.json."
         )
-    return frozenset(operator.index(i) for i in each)
+    return frozenset(operator.index(i) for i in numbers)
 
 
 def has_softcap(config: Any) -> bool:
@@ -219,15 +217,12 @@ def position_limit(config: Any) -> int:
     """
     text = config.get_text_config()
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-    limit = next(
-        (value for n in names if isinstance(value := getattr(text, n, None), int) and value > 0), DEFAULT_LIMIT
-    )
-    for part in _ropes(text):
-        if "longrope" in (part.get("rope_type"), part.get("type")):
-            original = part.get("original_max_position_embeddings") or getattr(
-                text, "original_max_position_embeddings", None
-            )
-            limit = min(limit, original or limit)
+    limits = (getattr(text, name, None) for name in names)
+    limit = next((value for value in limits if isinstance(value, int) and value > 0), DEFAULT_LIMIT)
+    for rope in _ropes(text):
+        if "longrope" in (rope.get("rope_type"), rope.get("type")):
+            key = "original_max_position_embeddings"
+            limit = min(limit, rope.get(key) or getattr(text, key, None) or limit)
     return limit
 
 
@@ -251,10 +246,9 @@ def first_bad_tensor(model: PreTrainedModel) -> str | None:
     It reads all weights, so it is for when something has gone wrong.
     """
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if tensor.is_floating_point():
-            is_weight = isinstance(tensor, torch.nn.Parameter)  # masks are buffers, and are minus infinity
-            if not (torch.isfinite(tensor).all() if is_weight else not torch.isnan(tensor).any()):
-                return name
+        is_weight = isinstance(tensor, torch.nn.Parameter)  # masks are buffers, and are minus infinity
+        if tensor.is_floating_point() and (~tensor.isfinite() if is_weight else tensor.isnan()).any():
+            return name
     return None
 
 
@@ -277,27 +271,27 @@ def check_causal(model: PreTrainedModel, name: str) -> None:
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)  # some models count no position for it
     first_id, one, other = [i for i in range(4) if i != pad][:3]
     ids = torch.tensor([[first_id, one], [first_id, other]], device=model.get_input_embeddings().weight.device)
-    try:
+
+    def run(**inputs: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            first = model(input_ids=ids, use_cache=False).logits[:, 0].float()  # [2, vocab]
+            return model(input_ids=ids, use_cache=False, **inputs).logits[:, 0].float()  # of the first token [2, vocab]
+
+    try:
+        first = run()
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # whatever the code of a model says when a kind of input is missing
         raise UnsupportedModel(f"{name} cannot be run on token ids alone: {type(error).__name__}: {error}.") from error
     check_finite(model, name, first)
-    tolerance = 1e-3 if model.dtype == torch.float32 else 0.05  # of rounding; some kernels add in any order
-    if (first[0] - first[1]).abs().max() > tolerance * first.abs().max():
+    # rounding; some kernels add in any order
+    tolerance = (1e-3 if model.dtype == torch.float32 else 0.05) * first.abs().max()
+    if (first[0] - first[1]).abs().max() > tolerance:
         raise UnsupportedModel(
             f"{name} ({model.config.model_type}) is not a causal language model: what it says of a token depends on "
             "the tokens after it. Choose a decoder, such as `Qwen/Qwen2.5-0.5B-Instruct`."
         )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return
-    with torch.no_grad():
-        counted = model(
-            input_ids=ids, position_ids=torch.arange(2, device=ids.device)[None].expand(2, 2), use_cache=False
-        )
-    if (counted.logits[:, 0].float() - first).abs().max() > tolerance * first.abs().max():
+    counts = "position_ids" in inspect.signature(model.forward).parameters
+    if counts and (run(position_ids=torch.tensor([[0, 1]] * 2, device=ids.device)) - first).abs().max() > tolerance:
         raise UnsupportedModel(
             f"{name} ({model.config.model_type}) does not count positions from 0 unless it is told to, so its answers "
             "would differ from those of generate(), which tells it. Choose a model with ordinary positions."

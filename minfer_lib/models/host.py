@@ -46,9 +46,8 @@ def cpu_quota() -> float | None:
     """CPUs' worth of time that a container grants, 1.5 for instance; None without a limit."""
     quotas = []
     for folder in _control_groups("cpu"):
-        text = (
-            _read(folder / "cpu.max") or f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
-        )
+        text = _read(folder / "cpu.max")
+        text = text or f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
         quota, _, period = text.partition(" ")
         if quota.isdigit() and period.isdigit():  # no limit is "max" in version 2 and -1 in version 1
             quotas.append(int(quota) / int(period))
@@ -66,25 +65,25 @@ def describe_threads(threads: int) -> str:
 
 def memory_limit() -> int | None:
     """Bytes of memory that a container grants; None without a limit."""
-    limits = []
-    for folder in _control_groups("memory"):
-        text = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
-        if text.isdigit() and int(text) < 1 << 60:  # no limit is "max" in version 2 and nearly 2^63 in version 1
-            limits.append(int(text))
-    return min(limits, default=None)
+    return min((limit for limit, _ in _memory()), default=None)
 
 
 def memory_left() -> int | None:
     """Bytes of memory that a container still has to give; None without a limit. Files it could drop count as free."""
-    left = []
+    return min((max(0, left) for _, left in _memory()), default=None)
+
+
+def _memory() -> list[tuple[int, int]]:
+    """Of each control group with a limit: its bytes, and how many of them are left."""
+    groups = []
     for folder in _control_groups("memory"):
         limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
-        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
-        if limit.isdigit() and used.isdigit() and int(limit) < 1 << 60:
+        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes") or "0"
+        if limit.isdigit() and int(limit) < 1 << 60:  # no limit is "max" in version 2 and nearly 2^63 in version 1
             stats = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
             dropped = int(stats.get("total_inactive_file") or stats.get("inactive_file") or 0)
-            left.append(max(0, int(limit) - int(used) + dropped))
-    return min(left, default=None)
+            groups.append((int(limit), int(limit) - int(used) + dropped))
+    return groups
 
 
 def home_as_tilde(text: str) -> str:

@@ -10,42 +10,25 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import constants, get_session
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from ..errors import DeviceNotAvailable, InvalidParameter, InvalidPrompt, MinferError, UnsupportedModel, one_of, shown
-from . import packaged, shapes, tokenizer
-from .checks import (
-    CHANGING_ROPES,
-    check_causal,
-    check_counts,
-    check_generates,
-    check_stored,
-    check_weights,
-    eos_ids,
-    explain,
-    has_softcap,
-    position_limit,
-    rope_types,
-    stored_tensors,
-)
+from . import checks, packaged, shapes, tokenizer
 from .hf_compat import can_dequantize, supports_logits_to_keep
 from .names import TINY, folder_of, resolve_name, short
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # A tokenizer exists only if one of these does; without them transformers returns an empty one instead of an error.
@@ -92,8 +75,8 @@ class LanguageModel:
         """Wraps a model that exists already."""
         weight = model.get_input_embeddings().weight
         return cls(
-            model.eval().requires_grad_(False), tokenizer, name, eos_ids(model), position_limit(model.config),
-            weight.shape[0], weight.device,
+            model.eval().requires_grad_(False), tokenizer, name, checks.eos_ids(model),
+            checks.position_limit(model.config), weight.shape[0], weight.device,
         )  # fmt: skip
 
     @property
@@ -117,25 +100,18 @@ class LanguageModel:
                 f"{self.name} was moved from {self.device} to {device} after it was loaded. Load it where it is to "
                 f"run: load_model(..., device='{device}')."
             )
-        if not self._frequencies_are_as_loaded():
-            kind = str(self.dtype).removeprefix("torch.")
-            raise InvalidParameter(
-                f"{self.name} was cast after it was loaded, which rounds its rotary frequencies: the longer a text, "
-                f"the more its logits are off. Load it in the dtype that it is to have: load_model(..., "
-                f"dtype='{kind}')."
-            )
-
-    def _frequencies_are_as_loaded(self) -> bool:
-        """Whether rotary frequencies are float32, with the values that they had: a cast to and fro leaves the dtype."""
-        for at, (module, name, loaded) in enumerate(self.frequencies):
+        changing = checks.rope_types(self.model.config) & checks.CHANGING_ROPES
+        for module, name, loaded in self.frequencies:
             now = getattr(module, name)
-            if now.dtype.itemsize < 4:
-                return False
-            if now is not loaded:
-                if not rope_types(self.model.config) & CHANGING_ROPES and not torch.equal(now.cpu(), loaded.cpu()):
-                    return False
-                self.frequencies[at] = (module, name, now)  # moved to another device, or changed by the model itself
-        return True
+            # a cast to and fro leaves the dtype and other values; a move to and fro another tensor and the same values
+            other = now is not loaded and not changing and not torch.equal(now.cpu(), loaded.cpu())
+            if now.dtype.itemsize < 4 or other:
+                kind = str(self.dtype).removeprefix("torch.")
+                raise InvalidParameter(
+                    f"{self.name} was cast after it was loaded, which rounds its rotary frequencies: the longer a "
+                    f"text, the more its logits are off. Load it in the dtype that it is to have: load_model(..., "
+                    f"dtype='{kind}')."
+                )
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a raw string. Raises `InvalidPrompt` for a model without a tokenizer."""
@@ -219,7 +195,16 @@ def _load(source: str, name: str, device: torch.device, dtype: torch.dtype | Non
     name = short(name)
     # without a network transformers would try again and again, for half a minute, before it looks what is there
     local = {"local_files_only": os.path.isdir(source) or not _hub_answers()}
-    if _file(source, "adapter_config.json", **local) is not None:
+
+    def find(file: str) -> Path | None:
+        """A file of the folder or of the hub id, fetched if need be; None if there is none."""
+        try:
+            path = cached_file(source, file, **local)
+        except OSError:
+            return None
+        return None if path is None else Path(path)
+
+    if find("adapter_config.json") is not None:
         raise UnsupportedModel(
             f"{name} is an adapter (adapter_config.json), and would be answered for by the model that it changes. "
             "Merge the two and load the result: with the package peft, "
@@ -227,30 +212,29 @@ def _load(source: str, name: str, device: torch.device, dtype: torch.dtype | Non
         )
     part = "its config.json"
     try:
-        _check_config_file(_file(source, "config.json", **local), name)
+        if (path := find("config.json")) is not None:
+            with suppress(ValueError):  # of a broken one transformers says what is wrong with it
+                checks.check_counts(json.loads(path.read_text(encoding="utf-8")), name)
         # False, said each time: left open, transformers asks on the terminal, and a line of piped input may say yes
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **local)
-        check_generates(config, name)
+        checks.check_generates(config, name)
         part = "its generation_config.json"
-        if _file(source, "generation_config.json", **local) is not None:
-            # the model would pass over a broken one, and with it its EOS
+        if find("generation_config.json") is not None:  # the model would pass over a broken one, and with it its EOS
             GenerationConfig.from_pretrained(source, **local)
         part = "its tokenizer"
-        has_files = any(_file(source, file, **local) is not None for file in TOKENIZER_FILES)
+        has_files = any(find(file) is not None for file in TOKENIZER_FILES)
         text = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **local) if has_files else None
         part = "its weights"
-        stored = stored_tensors(_weight_files(source, **local))
+        stored = checks.stored_tensors(_weight_files(find))
         if stored and not can_dequantize(config):
-            check_stored(stored, config, name)
+            checks.check_stored(stored, config, name)
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype or "auto",
             # accelerate puts each weight where it belongs as it is read: loading to the CPU and moving would hold two
-            # copies
             device_map=None if device.type == "cpu" else {"": device},
-            # a softcap on attention scores is beyond PyTorch's fused attention; transformers 5.17 would drop it
-            # silently
-            attn_implementation="eager" if has_softcap(config) else None,
+            # PyTorch's fused attention has no softcap on its scores; transformers 5.17 would drop it silently
+            attn_implementation="eager" if checks.has_softcap(config) else None,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
             trust_remote_code=False,
@@ -259,10 +243,10 @@ def _load(source: str, name: str, device: torch.device, dtype: torch.dtype | Non
     except (torch.OutOfMemoryError, MemoryError, MinferError):
         raise
     except Exception as error:  # safetensors, tokenizers and the validators of configs raise kinds of their own
-        raise explain(error, source, name, part) from error
-    check_weights(report, name)
+        raise checks.explain(error, source, name, part) from error
+    checks.check_weights(report, name)
     _own_memory(model)
-    check_causal(model, name)
+    checks.check_causal(model, name)
     return LanguageModel.of(model, text, name)
 
 
@@ -277,36 +261,15 @@ def _hub_answers() -> bool:
     return True
 
 
-def _file(source: str, file: str, **local: bool) -> Path | None:
-    """A file of a folder or of a hub id, fetched if need be; None if there is none."""
-    if os.path.isdir(source):
-        path = Path(source) / file
-        return path if path.is_file() else None
-    try:
-        found = cached_file(source, file, **local)
-    except OSError:
-        return None
-    return Path(found) if found is not None else None
-
-
-def _weight_files(source: str, **local: bool) -> list[Path]:
+def _weight_files(find: Callable[[str], Path | None]) -> list[Path]:
     """The files of weights that transformers will read, as far as they are there."""
     for whole in ("model.safetensors", "pytorch_model.bin"):
-        if (path := _file(source, whole, **local)) is not None:
+        if (path := find(whole)) is not None:
             return [path]
-        if (index := _file(source, f"{whole}.index.json", **local)) is not None:
+        if (index := find(f"{whole}.index.json")) is not None:
             shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            return [path for shard in shards if (path := _file(source, shard, **local)) is not None]
+            return [path for shard in shards if (path := find(shard)) is not None]
     return []
-
-
-def _check_config_file(path: Path | None, name: str) -> None:
-    """Some configs make lists of as many entries as they have layers, so that is looked at before they are made."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
-    except ValueError:  # transformers says what is wrong with it
-        return
-    check_counts(values, name)
 
 
 def _own_memory(model: PreTrainedModel) -> None:
