@@ -124,20 +124,22 @@ def check_stored(stored: Stored, config: PreTrainedConfig, name: str) -> None:
         )
 
 
+A_DECODER = "Choose a decoder, such as `Qwen/Qwen2.5-0.5B-Instruct`."
+
+
 def check_generates(config: Any, name: str) -> None:
     """Raises `UnsupportedModel` for an encoder-decoder, and for a decoder that its config counts no layers for."""
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(
             f"{name} ({config.model_type}) is an encoder-decoder, and not a decoder-only language model: its answer "
-            "depends on a second input. Choose a decoder, such as `Qwen/Qwen2.5-0.5B-Instruct`."
+            f"depends on a second input. {A_DECODER}"
         )
     text = config.get_text_config()
     counted, real = (getattr(text, key, None) for key in ("num_hidden_layers", "decoder_layers"))
-    if None not in (counted, real) and counted != real:
+    if None not in (counted, real) and counted != real:  # no cache of transformers fits it
         raise UnsupportedModel(
             f"{name} ({config.model_type}) is the decoder of an encoder-decoder: its config counts the {counted} "
-            f"layers of an encoder, and the decoder has {real}, so that no cache of transformers fits it. Choose a "
-            "model that was made a decoder, such as `Qwen/Qwen2.5-0.5B-Instruct`."
+            f"layers of an encoder, and the decoder has {real}. {A_DECODER}"
         )
 
 
@@ -288,7 +290,7 @@ def check_causal(model: PreTrainedModel, name: str) -> None:
     if (first[0] - first[1]).abs().max() > tolerance:
         raise UnsupportedModel(
             f"{name} ({model.config.model_type}) is not a causal language model: what it says of a token depends on "
-            "the tokens after it. Choose a decoder, such as `Qwen/Qwen2.5-0.5B-Instruct`."
+            f"the tokens after it. {A_DECODER}"
         )
     counts = "position_ids" in inspect.signature(model.forward).parameters
     if counts and (run(position_ids=torch.tensor([[0, 1]] * 2, device=ids.device)) - first).abs().max() > tolerance:

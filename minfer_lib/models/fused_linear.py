@@ -112,13 +112,13 @@ class FusedLinear:
         ours = set() if self.whole is None else set(map(hf_compat.storage_key, _tensors(self.whole)))
         wholes = _wholes(self.layers)
         for name in [name for name, whole in wholes.items() if whole is None]:
-            parts = [getattr(layer, name) for layer in self.layers]
-            present = [part for part in parts if part is not None]
-            if not all(_fills(part) or hf_compat.storage_key(part) in ours for part in present):
+            tensors = [getattr(layer, name) for layer in self.layers]
+            like = next(tensor for tensor in tensors if tensor is not None)
+            zeros = [like.new_zeros(size, *like.shape[1:]) for size in self.sizes]  # for a bias that some do not have
+            parts = [zero if tensor is None else tensor for tensor, zero in zip(tensors, zeros, strict=True)]
+            if not all(_fills(part) or hf_compat.storage_key(part) in ours for part in parts):
                 return None  # slices of something that we do not know
-            zeros = [present[0].new_zeros(size, *present[0].shape[1:]) for size in self.sizes]
-            # zeros where some have no bias
-            wholes[name] = torch.cat([zero if part is None else part for part, zero in zip(parts, zeros, strict=True)])
+            wholes[name] = torch.cat(parts)
             if not _replace(parts, wholes[name].split(self.sizes)):
                 return None
         return hf_compat.with_tensors(first, wholes, out_features=sum(self.sizes))
@@ -248,15 +248,15 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _replace(tensors: Sequence[torch.Tensor | None], new: Sequence[torch.Tensor]) -> bool:
+def _replace(tensors: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> bool:
     """Gives tensors other memory while they stay the same objects. False if somebody holds on to the old memory of one.
 
     Then each has memory of its own.
     """
     for i, (tensor, by) in enumerate(zip(tensors, new, strict=True)):
-        if tensor is not None and not _swap(tensor, by):
+        if not _swap(tensor, by):
             for done in tensors[:i]:
-                _ = done is None or _swap(done, done.clone())
+                _swap(done, done.clone())
             return False
     return True
 

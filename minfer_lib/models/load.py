@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICES = ["cpu", "cuda", "cuda:1", "mps"]  # examples of what `device` may be
 # A tokenizer exists only if one of these does; without them transformers returns an empty one instead of an error.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json",
                    "sentencepiece.bpe.model", "tokenizer.tiktoken")  # fmt: skip
@@ -106,11 +107,10 @@ class LanguageModel:
             # a cast to and fro leaves the dtype and other values; a move to and fro another tensor and the same values
             other = now is not loaded and not changing and not torch.equal(now.cpu(), loaded.cpu())
             if now.dtype.itemsize < 4 or other:
-                kind = str(self.dtype).removeprefix("torch.")
                 raise InvalidParameter(
                     f"{self.name} was cast after it was loaded, which rounds its rotary frequencies: the longer a "
-                    f"text, the more its logits are off. Load it in the dtype that it is to have: load_model(..., "
-                    f"dtype='{kind}')."
+                    "text, the more its logits are off. Load it in the dtype that it is to have: "
+                    f"load_model(..., dtype='{str(self.dtype).removeprefix('torch.')}')."
                 )
 
     def encode(self, text: str) -> list[int]:
@@ -288,23 +288,18 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidParameter(
-            f"device={shown(device)} is not possible: it must be like `cpu`, `cuda` or `cuda:1`."
-        ) from error
-    if place.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (place.index or 0) >= count:
-            found = f"sees {count} GPU{'s' if count != 1 else ''}" if torch.version.cuda else "was built without CUDA"
-            raise DeviceNotAvailable(
-                f"device={str(place)!r} was asked for, but the installed torch {torch.__version__} {found}. Use "
-                "device='cpu', or install a build of torch for your GPU (see pytorch.org) and its driver."
-            )
-    elif place.type == "mps" and not torch.backends.mps.is_available():
+    except (RuntimeError, TypeError):
+        place = None
+    if place is None or place.type not in ("cpu", "cuda", "mps"):
+        raise InvalidParameter(f"device={shown(device)} is not possible: it must be {one_of(DEVICES)}.")
+    if place.type == "mps" and not torch.backends.mps.is_available():
         raise DeviceNotAvailable("device='mps' was asked for, but this machine has no Apple GPU. Use device='cpu'.")
-    elif place.type not in ("cpu", "mps"):
-        raise InvalidParameter(
-            f"device={shown(device)} is not possible: minfer runs on {one_of(['cpu', 'cuda', 'mps'])}."
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if place.type == "cuda" and (place.index or 0) >= count:
+        sees = f"sees {count} GPU{'s' if count != 1 else ''}" if torch.version.cuda else "was built without CUDA"
+        raise DeviceNotAvailable(
+            f"device={str(place)!r} was asked for, but the installed torch {torch.__version__} {sees}. Use "
+            "device='cpu', or install a build of torch for your GPU (see pytorch.org) and its driver."
         )
     return place
 
@@ -313,7 +308,7 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
     """None stands for the checkpoint's own."""
     if dtype is None:
         return torch.float32 if device.type == "cpu" else None
-    found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-    if found not in DTYPES.values():
+    precision = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if precision not in DTYPES.values():
         raise InvalidParameter(f"dtype={shown(dtype)} is not possible: it must be {one_of(list(DTYPES))}.")
-    return found
+    return precision
