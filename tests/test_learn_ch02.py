@@ -107,14 +107,14 @@ def test_what_is_held_back_is_what_the_engine_holds_back():
 
 
 def test_tokens_are_what_the_engine_runs(tiny: LanguageModel):
-    lengths = []
+    lengths, engine = [], NaiveEngine(tiny)
     hook = tiny.model.register_forward_pre_hook(
         lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     try:
         for prompt, new in ((5, 1), (5, 3), (7, 20)):
             lengths.clear()
-            NaiveEngine(tiny).generate([list(range(5, 5 + prompt))], SamplingParams(max_tokens=new, ignore_eos=True))
+            engine.generate([list(range(5, 5 + prompt))], SamplingParams(max_tokens=new, ignore_eos=True))
             assert sum(lengths) == total_tokens(prompt, new)
     finally:
         hook.remove()
