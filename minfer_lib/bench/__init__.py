@@ -3,7 +3,8 @@
 Reading order: metrics (what the numbers mean), workloads, machine (what they were measured on), roofline (what they
 could be), baselines, hf_continuous, usage, verify, comparison, results, draw, wide_table, cheaper, rungs, articles; for
 requests that come over time arrivals, serving, latency; for what a cheaper model gets wrong quality_scores,
-quality_table; for small tables of other numbers measurements. The engine imports none of this.
+quality_table; for products with int8 weights that are not ours other_int8; for small tables of other numbers
+measurements. The engine imports none of this.
 
 Names are looked up when they are first used, so that the command line does not wait for torch to explain itself. No
 module has the name of a function here, which would hide it.

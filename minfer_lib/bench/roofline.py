@@ -47,8 +47,8 @@ def weight_bytes_read(model: nn.Module) -> int:
 
     Everything the model holds, but not its embedding tables, of which a step reads one row per token. If the table
     serves as output layer too (tied weights), it is read whole there, once. Quantised weights count as they are
-    stored: codes of one byte, and their scales. Of a mixture of experts all
-    count, though a small batch reads only some: there the floor is too high.
+    stored: codes of one byte, and their scales. Of a mixture of experts all count, though a small batch reads only
+    some: there the floor is too high.
     """
     return sum(tensor.nbytes for tensor in _tensors_read(model))
 
