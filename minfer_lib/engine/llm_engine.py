@@ -10,6 +10,7 @@ steps at a time; any thread may add, abort and wait, and what it waits for is co
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import os
@@ -168,7 +169,7 @@ class LLMEngine(Engine):
             self._follow_model()
         while self._inbox:
             request = self._inbox[0]
-            if request.arrival == 0:  # it may stand here still after a step that was broken off
+            if request.arrival == 0 and not request.finished:  # else a step was broken off here, or it was aborted
                 request.arrival = next(self._arrivals)
                 self.scheduler.add(request)
                 if request.deadline is not None:
@@ -234,13 +235,7 @@ class LLMEngine(Engine):
 
     def _advance(self, request: Request | None = None) -> None:
         """Goes one step on, unless `request` has ended. While another thread steps, waits for that step to be over."""
-        if self._turn.locked():
-            if self._stepper == threading.get_ident():
-                raise MinferError(
-                    "This engine is in the middle of a step, and takes one at a time: step(), generate() and streams "
-                    "cannot be used from inside a logits processor. Add requests with add_request(), and step when the "
-                    "step is over."
-                )
+        if self._turn.locked() and not self._in_step():
             gate = threading.Lock()
             gate.acquire()
             self._gates.append(gate)
@@ -254,7 +249,16 @@ class LLMEngine(Engine):
                 while True:
                     self._gates.popleft().release()
 
+    def _in_step(self) -> bool:
+        """Whether the caller is inside a step: a logits processor, say."""
+        return self._turn.locked() and self._stepper == threading.get_ident()
+
     def _with_turn(self, act: Callable[[], Any], request: Request | None = None) -> Any:
+        if self._in_step():
+            raise MinferError(
+                "This engine is in the middle of a step, and takes one at a time: a logits processor can use "
+                "add_request(), abort() and stats(), and nothing that steps. Step when the step is over."
+            )
         # In one line: no exception can come between the end of the block and the release of the lock.
         with self._turn: return self._act(act, request)  # noqa: E701  # fmt: skip
 
@@ -274,7 +278,7 @@ class LLMEngine(Engine):
 
     def _settle(self) -> None:
         """Lets aborts take effect now; within a step (a logits processor closes a stream) they wait for the next."""
-        if self._stepper != threading.get_ident():
+        if not self._in_step():
             self._with_turn(lambda: self._take_in(self.clock()))
 
     # -- requests one at a time ---------------------------------------------------------------------------------------
@@ -315,20 +319,24 @@ class LLMEngine(Engine):
         """
         self._advance()
         cause = next((request.cause for request in list(self._finished) if request.cause is not None), None)
+        turn, hand_out = self._turn, [functools.partial(self._hand_out, cause)]
+        del self  # an exception keeps this frame, which must not keep the engine
+        # In one line, as in `_with_turn`.
         if cause is None:
-            with self._turn: return self._hand_out()  # noqa: E701  # fmt: skip
-        failure = GenerationFailed(failed(self.lm.name, cause), self._hand_out())
-        failure.__cause__ = cause
-        del self  # the exception keeps this frame, which must not keep the engine
-        raise failure
+            with turn: return hand_out.pop()()  # noqa: E701  # fmt: skip
+        with turn: raise hand_out.pop()()  # noqa: E701  # fmt: skip
 
-    def _hand_out(self) -> list[RequestOutput]:
+    def _hand_out(self, cause: Exception | None) -> list[RequestOutput] | GenerationFailed:
+        """The outputs of requests that have ended; with a cause, the exception that carries them."""
         requests = list(self._finished)
-        outputs = [request.output() for request in requests]
+        result: Any = [request.output() for request in requests]
+        if cause is not None:
+            result = GenerationFailed(failed(self.lm.name, cause), result)
+            result.__cause__ = cause
         for request in requests:
             self._release(request)
         # The last thing that is done, in one line with the return: until then nothing has been handed out.
-        return [deque(map(self._finished.pop, requests), maxlen=0), outputs][1]
+        return [deque(map(self._finished.pop, requests), maxlen=0), result][1]
 
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs, or an output has not been handed out yet."""
@@ -409,21 +417,32 @@ class LLMEngine(Engine):
         return requests
 
     def _submit(self, requests: list[Request], owned: bool = False) -> None:
-        for request_id, answers in itertools.groupby(requests, key=lambda request: request.request_id):
-            answers = list(answers)
-            if self._requests.setdefault(request_id, answers) is not answers:
-                raise InvalidParameter(
-                    f"request_id={request_id!r} is in use by a request that has not ended. Choose another."
-                )
-            for request in answers:
-                request.owned = owned
-        self._inbox.extend(requests)
+        groups: dict[str, list[Request]] = {}
+        for request in requests:
+            request.owned = owned
+            groups.setdefault(request.request_id, []).append(request)
+        try:
+            for request_id, answers in groups.items():
+                if self._requests.setdefault(request_id, answers) is not answers:
+                    raise InvalidParameter(
+                        f"request_id={request_id!r} is in use by a request that has not ended. Choose another."
+                    )
+            self._inbox.extend(requests)
+        except BaseException:  # an interrupt, too: all of them have joined, or none
+            for request_id, answers in groups.items():
+                if self._requests.get(request_id) is answers:
+                    del self._requests[request_id]
+            raise
 
     def _abandon(self, requests: Sequence[Request]) -> None:
         """Ends what has not ended of a `generate` or a `stream`."""
-        if any(not request.finished for request in requests):
-            self._aborts.extend(dict.fromkeys(request.request_id for request in requests if not request.finished))
+        open_ids = dict.fromkeys(request.request_id for request in requests if not request.finished)
+        if open_ids:
+            self._aborts.extend(open_ids)
             self._settle()
+            for request in requests:
+                if request.request_id not in self._requests:  # interrupted before it could join
+                    request.finish("abort", self.clock())
 
     # -- what it is doing ---------------------------------------------------------------------------------------------
 
@@ -440,9 +459,8 @@ class LLMEngine(Engine):
 
     def stats(self) -> dict[str, float]:
         """Where the engine stands and what it has done since it was made; the names are those of `trace.Totals`."""
-        if self._stepper == threading.get_ident():
-            return self.totals.report(self.scheduler, self.cache)
-        return self._with_turn(lambda: self.totals.report(self.scheduler, self.cache))
+        report = functools.partial(self.totals.report, self.scheduler, self.cache)
+        return report() if self._in_step() else self._with_turn(report)
 
     @property
     def kv_tokens(self) -> int:

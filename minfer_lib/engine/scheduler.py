@@ -172,14 +172,12 @@ class Scheduler:
                 continue  # a chunk of a prompt that is not the last
             if row in samples.errors:
                 self.cache.forget_blocks(request)
-                request.finish("error", now, error=_described(samples.errors[row]))
+                error = samples.errors[row]
+                request.finish("error", now, error=f"{type(error).__name__}: {error}")
             else:
                 if request.num_computed // size > len(request.table.keys):
                     self.cache.cache_blocks(request)
-                try:
-                    request.append(samples.token_ids[row], samples.logprobs[row], now)
-                except Exception as failure:  # a tokenizer that cannot decode what a stop string is looked for in
-                    request.finish("error", now, error=_described(failure))
+                request.append(samples.token_ids[row], samples.logprobs[row], now)
                 if request.num_computed == room:  # its newest token is an answer, but finds no room any more
                     request.finish("length", now, stop_reason="kv_cache_full")
             row += 1
@@ -320,7 +318,3 @@ class Scheduler:
             if not 0 <= request.num_computed <= request.num_tokens:
                 raise InvariantBroken(f"{request.num_computed} of {request.num_tokens} tokens computed")
         self.cache.check_invariants(self.running)
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -190,7 +190,11 @@ class Request:
             if self._stops is None:
                 self._stops = StopStrings(params.stop)
                 self._decoder = StreamDecoder(self.tokenizer, self.prompt_token_ids)
-            self._stopped_text += self._stops.feed(self._decoder.feed([token_id]), armed)
+            try:
+                self._stopped_text += self._stops.feed(self._decoder.feed([token_id]), armed)
+            except Exception as failure:  # a tokenizer that cannot decode what the model says
+                self.finish("error", now, error=_undecodable(failure))
+                return
             if self._stops.hit is not None:
                 self.finish("stop", now, stop_reason=self._stops.hit)
                 return
