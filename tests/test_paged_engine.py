@@ -297,7 +297,6 @@ def test_answers_in_a_pool_that_is_too_small_for_all_of_them(family: Family, cac
     assert_idle(engine)
 
 
-@pytest.mark.xfail(strict=True, reason="all wait for the sibling that computes the prompt, and it ends with that")
 def test_answers_of_one_token_do_not_queue_for_each_other(tiny: LanguageModel):
     engine = paged(tiny, max_num_seqs=50)
     outputs = engine.generate("ab", free(1, n=200))

@@ -196,7 +196,6 @@ def test_threads_that_step_hand_each_output_out_once(family: Family, make: Make,
     assert_idle(engine)
 
 
-@pytest.mark.xfail(strict=True, reason="a step that fails hands its outputs out without the turn")
 def test_threads_that_step_hand_failures_out_once(tiny: LanguageModel, make: Make, eager_switching: None):
     engine, got, count = make(tiny, max_num_seqs=4), [], itertools.count(1)
     forward = engine.runner.forward

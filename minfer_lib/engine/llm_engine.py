@@ -96,7 +96,9 @@ class LLMEngine(Engine):
             raise must_be("enable_prefix_caching", "True or False", enable_prefix_caching)
         self.max_num_seqs = integer("max_num_seqs", max_num_seqs, at_least=1)
         self.max_num_batched_tokens = integer("max_num_batched_tokens", max_num_batched_tokens, at_least=1)
-        self.kv_cache = self.name = kv_cache if isinstance(kv_cache, str) else "paged"
+        self.kv_cache = kv_cache
+        if type(self).name == Engine.name:  # else a class that builds on this one has a name of its own
+            self.name = kv_cache if isinstance(kv_cache, str) else "paged"
         self.cache, self.max_model_len = make_cache(
             lm, kv_cache, max_num_seqs=self.max_num_seqs, num_blocks=num_blocks, block_size=block_size,
             max_model_len=max_model_len, step_tokens=self.max_num_batched_tokens,

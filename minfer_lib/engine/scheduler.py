@@ -260,7 +260,7 @@ class Scheduler:
         shared = min(len(request.prompt_token_ids), request.num_tokens - 1)  # tokens that a sibling may have
         if self.cache.shares_prompts and shared > prefix.tokens:
             for sibling in request.siblings:
-                if sibling.table is not None:
+                if sibling.table is not None and sibling.max_new_tokens > 1:  # else it is gone before it can share
                     return self.cache.fork(sibling, shared) if sibling.num_computed >= shared else None
         return prefix
 

@@ -167,9 +167,10 @@ class Request:
         if self.finished:
             return
         self._stops = self._decoder = None
-        self._stopped_text, self.num_text = "", 0
+        self._stopped_text = ""
         self.metrics.num_tokens = len(self.token_ids)
         first = 1 if self.params.stop else max(1, len(self.token_ids))  # without stop strings the last token tells
+        self.num_text = first - 1
         for count in range(first, len(self.token_ids) + 1):
             if not self.finished:
                 self._follow(count, now)
