@@ -52,6 +52,14 @@ def eager_switching() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@pytest.fixture(autouse=True)
+def ends_in_time() -> Iterator[None]:
+    """The main thread, too: it is shown where it hangs, and the process ends."""
+    faulthandler.dump_traceback_later(300, exit=True, file=sys.__stderr__)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
 class Threads:
     """with Threads(...) as threads: the functions run at the same time; at the end all must have returned in time."""
 
@@ -241,6 +249,7 @@ def test_what_a_step_refuses_to_its_own_logits_processor_changes_nothing(family:
     assert by_id(run(engine)) == {"a": alone(lm, MIX[0], 10)}
 
 
+@pytest.mark.xfail(run=False, reason="hangs at times: an exception inside tqdm leaves its process-wide lock taken")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers on this system")
 def test_a_thread_whose_steps_are_broken_off_costs_the_others_nothing(family: Family, make: Make):
     lm = family("llama")
@@ -275,6 +284,15 @@ def test_a_thread_whose_steps_are_broken_off_costs_the_others_nothing(family: Fa
         signal.signal(signal.SIGALRM, before)
     assert struck >= 3
     settle(engine)
+
+
+@pytest.mark.xfail(strict=True, reason="a bar that is not shown is made all the same")
+@pytest.mark.parametrize("engine", ["llm_engine", "serial"])
+def test_no_lock_of_others_is_taken_by_who_asks_for_no_progress(tiny: LanguageModel, monkeypatch, engine: str):
+    """tqdm has one for the whole process, which an exception in the wrong moment leaves taken."""
+    monkeypatch.setattr(f"minfer_lib.engine.{engine}.tqdm", lambda *args, **options: 1 / 0)
+    make = LLMEngine if engine == "llm_engine" else CachedEngine
+    assert make(tiny).generate("ab", free(3))[0].token_ids == hf_generate(tiny, [97, 98], 3)
 
 
 # -- one model, several users at the same time ------------------------------------------------------------------------
