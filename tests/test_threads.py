@@ -249,7 +249,6 @@ def test_what_a_step_refuses_to_its_own_logits_processor_changes_nothing(family:
     assert by_id(run(engine)) == {"a": alone(lm, MIX[0], 10)}
 
 
-@pytest.mark.xfail(run=False, reason="hangs at times: an exception inside tqdm leaves its process-wide lock taken")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers on this system")
 def test_a_thread_whose_steps_are_broken_off_costs_the_others_nothing(family: Family, make: Make):
     lm = family("llama")
@@ -286,7 +285,6 @@ def test_a_thread_whose_steps_are_broken_off_costs_the_others_nothing(family: Fa
     settle(engine)
 
 
-@pytest.mark.xfail(strict=True, reason="a bar that is not shown is made all the same")
 @pytest.mark.parametrize("engine", ["llm_engine", "serial"])
 def test_no_lock_of_others_is_taken_by_who_asks_for_no_progress(tiny: LanguageModel, monkeypatch, engine: str):
     """tqdm has one for the whole process, which an exception in the wrong moment leaves taken."""

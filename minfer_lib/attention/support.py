@@ -138,7 +138,7 @@ def batch_of(
     pools: dict[int, KVPool], block_size: int, block_tables: list[list[int]], q_lens: list[int], kv_lens: list[int],
     rows: list[int], device: torch.device, backend: Any = None,
 ) -> PackedBatch:  # fmt: skip
-    """A `PackedBatch` from lists; the last block of the pools is the trash block. A runner has a faster way."""
+    """A `PackedBatch` from lists; the last row of the pools is the trash row. A runner has a faster way."""
     decodes = next((i for i, new in enumerate(q_lens) if new > 1), len(q_lens))
     starts = [0]
     for new in q_lens[decodes:]:
@@ -146,7 +146,7 @@ def batch_of(
     width = max(map(len, block_tables))
     tables = [table + [0] * (width - len(table)) for table in block_tables]
     first = next(iter(pools.values()), None)
-    trash_row = 0 if first is None else len(first.keys) - block_size
+    trash_row = 0 if first is None else len(first.keys) - 1
 
     def on_device(numbers: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(numbers, dtype=dtype, device=device)

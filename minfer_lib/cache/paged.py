@@ -117,8 +117,9 @@ class PagedKVCache(BlockStore):
     def _copy_on_write(self, shared: int, rows: int) -> int:
         """A copy of the first `rows` rows of a block that others hold too, in place of it."""
         own = self.allocator.allocate()
+        to, source = own * self.block_size, shared * self.block_size
         for store in self._stores:
-            store[:, own, :rows] = store[:, shared, :rows]
+            store[:, to : to + rows] = store[:, source : source + rows]
         self.bytes_copied += rows * self.bytes_per_token
         self.allocator.free(shared)
         return own

@@ -4,8 +4,8 @@ A row holds the key and the value of one token in one layer. `block_size` rows m
 which blocks a request has, is decided by the cache that builds on `BlockStore`: one long block a request
 (`slots.SlotKVCache`), or many short ones (`paged.PagedKVCache`). Attention reads both in the same way.
 
-Invariant: nobody reads a row that is not among the tokens of their request, so that nothing is ever wiped. One block
-more than can be given out, the trash block, holds zeros and stands wherever an index has to point at something.
+Invariant: nobody reads a row that is not among the tokens of their request, so that nothing is ever wiped. Behind the
+blocks one more row, the trash row, holds zeros and stands wherever an index has to point at something.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class BlockStore:
     """`num_blocks` blocks of `block_size` tokens on a device, and the block table of each request that has some.
 
     layers: {layer index: its shape}. Memory is reserved at once: `nbytes_reserved`. All layers of a shape lie in one
-    tensor, keys [layers, num_blocks + 1, block_size, kv_heads, key_dim] and values alike, so that a block is copied in
+    tensor, keys [layers, num_blocks * block_size + 1, kv_heads, key_dim] and values alike, so that a block is copied in
     one operation; `pools` has the view of each layer that attention reads and writes.
 
     tables: int32 [requests, blocks], a row for each block table, on the host. Entries behind a request's own blocks
@@ -116,20 +116,20 @@ class BlockStore:
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
         self.bytes_per_token = sum(shape.bytes_per_token for shape in layers.values())
         self.pools: dict[int, KVPool] = {}
-        self._stores: list[torch.Tensor] = []  # [layers of a shape, num_blocks + 1, block_size, kv_heads, dim]
+        self._stores: list[torch.Tensor] = []  # [layers of a shape, rows, kv_heads, dim]
         for shape in dict.fromkeys(layers.values()):
             alike = [index for index, other in layers.items() if other == shape]
-            room = len(alike), num_blocks + 1, block_size, shape.kv_heads
+            room = len(alike), num_blocks * block_size + 1, shape.kv_heads
             keys, values = (zeros((*room, dim), shape.dtype, device) for dim in (shape.key_dim, shape.value_dim))
             self._stores += [keys, values]
             for i, index in enumerate(alike):
-                self.pools[index] = KVPool(keys[i].flatten(0, 1), values[i].flatten(0, 1))
+                self.pools[index] = KVPool(keys[i], values[i])
         width = num_blocks if max_model_len is None else min(num_blocks, -(-max_model_len // block_size))
         self._make_tables(np.zeros((max_num_seqs, width), dtype=np.int32))
 
     @property
     def trash_row(self) -> int:
-        """The first row of the trash block."""
+        """The row behind all blocks, which holds zeros."""
         return self.num_blocks * self.block_size
 
     def blocks_for(self, tokens: int) -> int:

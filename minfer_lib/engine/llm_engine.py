@@ -20,7 +20,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Literal
 
 import torch
@@ -373,11 +373,12 @@ class LLMEngine(Engine):
         requests = self._requests_of(prompts, params)
         try:
             self._submit(requests, owned=True)
-            with tqdm(total=len(requests), desc=self.name, unit="request", disable=not progress) as bar:
+            # no bar where none is wanted: tqdm takes a lock of the whole process even for one that is not shown
+            with tqdm(total=len(requests), desc=self.name, unit="request") if progress else nullcontext() as bar:
                 for request in requests:
                     while not request.finished:
                         self._advance(request)
-                        if progress:
+                        if bar is not None:
                             bar.update(sum(request.finished for request in requests) - bar.n)
         except KeyboardInterrupt:
             done = sum(request.finished for request in requests)
@@ -462,7 +463,8 @@ class LLMEngine(Engine):
     def stats(self) -> dict[str, float]:
         """Where the engine stands and what it has done since it was made; the names are those of `trace.Totals`."""
         report = functools.partial(self.totals.report, self.scheduler, self.cache)
-        return report() if self._in_step() else self._with_turn(report)
+        stats = report() if self._in_step() else self._with_turn(report)
+        return stats | {"waiting": stats["waiting"] + len(self._inbox)}
 
     @property
     def kv_tokens(self) -> int:

@@ -121,7 +121,7 @@ class SerialEngine(Engine):
         """
         requests = self._requests(prompts, params)
         try:
-            for request in tqdm(requests, desc=self.name, unit="request", disable=not progress):
+            for request in tqdm(requests, desc=self.name, unit="request") if progress else requests:
                 for _ in self._run(request):
                     pass
         except KeyboardInterrupt:
