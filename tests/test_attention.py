@@ -286,7 +286,7 @@ def masks_of(q_lens: list[int], kv_lens: list[int]) -> PackedBatch:
 
 def test_masks_by_hand():
     batch = masks_of([1, 1, 3, 2], [4, 2, 3, 5])
-    assert batch.num_decodes == 2 and batch.starts.tolist() == [0, 3, 5] and batch.trash_row == 32
+    assert batch.num_decodes == 2 and batch.starts.tolist() == [0, 3, 5] and batch.trash_row == 39
 
     def decodes(window: int | None) -> torch.Tensor:
         return _decode_rows(batch, window, torch.float32)[1]
@@ -298,7 +298,7 @@ def test_masks_by_hand():
     assert seen(decodes(None)) == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert seen(decodes(3)) == [[0, 1, 1, 1], [1, 1, 0, 0]]
     assert seen(decodes(1)) == [[0, 0, 0, 1], [0, 1, 0, 0]]
-    assert _decode_rows(batch, None, torch.float32)[0].tolist() == [0, 1, 2, 3, 8, 9, 32, 32]  # the trash row
+    assert _decode_rows(batch, None, torch.float32)[0].tolist() == [0, 1, 2, 3, 8, 9, 39, 39]  # the trash row
     assert seen(chunk(2, None)) == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     assert seen(chunk(3, None)) == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
     assert seen(chunk(3, 2)) == [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
