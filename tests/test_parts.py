@@ -22,14 +22,15 @@ from engines import (
     watched,
 )
 
-from minfer_lib import LanguageModel, LLMEngine
+from minfer_lib import LanguageModel, LLMEngine, NaiveEngine
 from minfer_lib.attention.support import packed_layers
+from minfer_lib.attention.torch_backend import TorchBackend
 from minfer_lib.cache.blocks import BlockAllocator
 from minfer_lib.cache.paged import PagedKVCache
 from minfer_lib.cache.pool import KVPool
 from minfer_lib.cache.slots import SlotKVCache
 from minfer_lib.engine.scheduler import Scheduler
-from minfer_lib.errors import InvariantBroken
+from minfer_lib.errors import InvalidParameter, InvariantBroken
 
 Family = Callable[[str], LanguageModel]
 
@@ -185,3 +186,23 @@ def test_a_backend_of_ones_own(family: Family, name: str, options: dict[str, Any
     assert engine.backend is backend
     assert tokens(engine.generate(MIX, each())) == answers(lm)
     assert backend.calls == 2 * engine.stats()["steps"]  # two layers
+
+
+def test_a_scheduler_over_another_cache_and_a_class_for_a_backend_are_refused(tiny: LanguageModel):
+    other = LLMEngine(tiny, kv_cache="paged", num_blocks=9)
+    theirs = Scheduler(other.cache, max_num_seqs=3, max_num_batched_tokens=64)
+    with pytest.raises(InvalidParameter, match="another"):
+        LLMEngine(tiny, kv_cache="paged", num_blocks=9, scheduler=theirs)
+    for options in (dict(backend=TorchBackend), dict(scheduler=int), dict(trace="x"), dict(max_num_seqs=10**12)):
+        with pytest.raises(InvalidParameter, match=next(iter(options))):
+            LLMEngine(tiny, **options)
+    with pytest.raises(InvalidParameter, match="clock"):
+        NaiveEngine(tiny, clock=5)
+    other.abort([])  # no id of any request
+
+
+def test_the_default_device_of_torch_does_not_matter(tiny: LanguageModel):
+    engine = LLMEngine(tiny, kv_cache="paged")
+    expected = engine.generate([[3, 4, 5]])[0].token_ids
+    with torch.device("meta"):
+        assert engine.generate([[3, 4, 5]])[0].token_ids == expected

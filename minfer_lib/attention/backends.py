@@ -98,9 +98,9 @@ def choose_backend(device: torch.device, dtype: torch.dtype, backend: str | Atte
     "triton" those for CUDA; an object with the three names of `AttentionBackend` is taken as it is. Raises
     `InvalidParameter` for anything else, `UnsupportedModel` if the one that was asked for cannot run here.
     """
-    if not isinstance(backend, str) and hasattr(backend, "attend"):
+    if not isinstance(backend, str | type) and hasattr(backend, "attend"):
         return backend
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise InvalidParameter(
             f"backend must be {one_of(BACKENDS)}, or an object with an attend method; it is {shown(backend)}."
         )

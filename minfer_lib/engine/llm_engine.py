@@ -47,7 +47,8 @@ class LLMEngine(Engine):
     lm: a `LanguageModel`, or a name as `load_model` takes it.
     kv_cache: "slots" gives each running request room for max_model_len tokens; "paged" gives it blocks of block_size
       tokens as its tokens arrive (PagedAttention), lets requests share them, and preempts when there is none left. A
-      subclass of `PagedKVCache` is used in its place, and a cache that exists already as it is.
+      subclass of `PagedKVCache` is used in its place, and a cache that exists already as it is, by one
+      engine at a time.
     num_blocks: slots or blocks of the cache; None takes as many as the requests that can run at once could fill, or as
       fit in memory. block_size, enable_prefix_caching (keep blocks that no request uses until their room is needed, for
       requests that begin alike): of the paged cache.
@@ -86,15 +87,15 @@ class LLMEngine(Engine):
     ) -> None:
         lm = lm if isinstance(lm, LanguageModel) else load_model(lm)
         super().__init__(lm, clock)
-        if not callable(clock):
-            raise must_be("clock", "a function that returns seconds", clock)
-        if not (isinstance(scheduler, type) or hasattr(scheduler, "schedule")):
+        if not hasattr(scheduler, "schedule"):
             raise must_be("scheduler", "a Scheduler class, or an object with its methods", scheduler)
-        if fast not in ("auto", False):
+        if not isinstance(trace, bool):
+            raise must_be("trace", "True or False", trace)
+        if fast is not False and not (isinstance(fast, str) and fast == "auto"):
             raise must_be("fast", "'auto' or False: there is no fast path yet", fast)
         if not isinstance(enable_prefix_caching, bool):
             raise must_be("enable_prefix_caching", "True or False", enable_prefix_caching)
-        self.max_num_seqs = integer("max_num_seqs", max_num_seqs, at_least=1)
+        self.max_num_seqs = integer("max_num_seqs", max_num_seqs, at_least=1, at_most=2**20)
         self.max_num_batched_tokens = integer("max_num_batched_tokens", max_num_batched_tokens, at_least=1)
         self.kv_cache = kv_cache
         if type(self).name == Engine.name:  # else a class that builds on this one has a name of its own
@@ -109,6 +110,12 @@ class LLMEngine(Engine):
                 self.cache, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,
                 watermark=WATERMARK if self.cache.shares_prompts else 0,
             )  # fmt: skip
+        elif getattr(scheduler, "cache", self.cache) is not self.cache:
+            raise InvalidParameter(
+                "scheduler must plan over this engine's cache; the one that was given has another. Make the cache "
+                "first and pass it to both, LLMEngine(lm, kv_cache=cache, scheduler=Scheduler(cache, ...)), or pass "
+                "the class."
+            )
         self.scheduler = scheduler
         dtype = next((pool.keys.dtype for pool in self.cache.pools.values()), lm.dtype)
         self.backend = choose_backend(lm.device, dtype, backend)
@@ -351,7 +358,7 @@ class LLMEngine(Engine):
 
         Without effect for an id that is unknown or has ended.
         """
-        if request_id in self._requests:
+        if isinstance(request_id, str) and request_id in self._requests:
             self._aborts.append(request_id)
 
     # -- the interface of every engine --------------------------------------------------------------------------------

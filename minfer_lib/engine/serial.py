@@ -36,11 +36,16 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Engine:
-    """What every engine has: `generate`, `stream` and, over `generate`, `chat`. clock: seconds as a float."""
+    """What every engine has: `generate`, `stream` and, over `generate`, `chat`. clock: seconds as a float.
+
+    An engine runs the layers that the model has when the engine is made: after `quantize_int8`, make a new one.
+    """
 
     name = "engine"
 
     def __init__(self, lm: LanguageModel, clock: Callable[[], float]) -> None:
+        if not callable(clock):
+            raise must_be("clock", "a function that returns seconds", clock)
         self.lm, self.clock = lm, clock
 
     def generate(

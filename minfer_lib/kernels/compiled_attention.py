@@ -53,7 +53,7 @@ def compiled_decode(
     """
     if reason := why_not(keys.dtype):
         raise InvalidParameter(f"compiled_decode cannot run over {keys.dtype} here: {reason}. Attend with torch.")
-    out = torch.empty(*query.shape[:2], values.shape[-1], dtype=query.dtype)
+    out = torch.empty(*query.shape[:2], values.shape[-1], dtype=query.dtype, device=query.device)
     _decode(_function(), out, query, keys, values, block_tables, kv_lens, block_size, scale, window, softcap, sinks)
     return out
 
@@ -67,7 +67,8 @@ def why_not(dtype: torch.dtype) -> str | None:
         function = _function()
     except compiled.CannotCompile as error:
         return str(error)
-    right = all(_is_right(function, dtype, *heads) for heads in ((2, 5, 20, 37), (3, 1, 56, 56)))
+    with torch.device("cpu"):  # whatever the caller's default is
+        right = all(_is_right(function, dtype, *heads) for heads in ((2, 5, 20, 37), (3, 1, 56, 56)))
     return None if right else "its results are wrong on this CPU"
 
 

@@ -60,7 +60,7 @@ def compiled(x: torch.Tensor, layer: Int8Linear) -> torch.Tensor:
         return portable(x, layer)
     if x.dtype not in KINDS:
         return compiled(x.float(), layer).to(x.dtype)
-    x, out = x.contiguous(), torch.empty(m, n, dtype=x.dtype)
+    x, out = x.contiguous(), torch.empty(m, n, dtype=x.dtype, device=x.device)
     tensors = (x, out, layer.weight, sums, layer.scale, layer.bias, layer.smoothing)
     if _function()(CALL.pack(*(0 if t is None else t.data_ptr() for t in tensors), m, n, k, KINDS[x.dtype])):
         raise MemoryError("none is left for the codes of activations")

@@ -157,6 +157,8 @@ def _try_out(lm: LanguageModel) -> None:
 
 def describe_int8(lm: LanguageModel) -> Int8Report:
     """What of a model is in int8, and which kernels run it. Raises `InvalidParameter` if nothing is."""
+    if not isinstance(lm, LanguageModel):
+        raise InvalidParameter(f"describe_int8 was given {type(lm).__name__}: it takes what load_model returns.")
     layers = [module for module in lm.model.modules() if isinstance(module, Int8Linear)]
     if not layers:
         raise InvalidParameter(f"{lm.name} is not quantised: call quantize_int8(lm) first.")
