@@ -157,3 +157,8 @@ def test_a_missing_trace_and_one_of_open_ends(lm, tmp_path):
     open_ended = type(work)(work.name, work.prompts, [SamplingParams(max_tokens=4)], "")
     with pytest.raises(InvalidParameter, match="ignore_eos=True"):
         write_trace(tmp_path / "open.json", open_ended)
+
+
+def test_a_rate_beyond_all_floats_is_refused():
+    with pytest.raises(InvalidParameter, match="rate="):
+        poisson_arrivals(3, 10**400)

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidParameter
+from ..errors import InvalidParameter, shown
 from ..generation.params import SamplingParams
 from .results import write_whole
 from .settings import fast_mode, shorten
@@ -43,8 +43,9 @@ def poisson_arrivals(n: int, rate: float, seed: int = 0) -> tuple[float, ...]:
     The same seed gives the same pattern at every rate, only stretched in time, so that a curve over rates compares like
     with like. rate=math.inf is all at once. Raises `InvalidParameter` for a rate of 0 or less.
     """
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
-        raise InvalidParameter(f"rate={rate!r} is not possible: it must be requests a second, more than 0.")
+    known = isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0
+    if not known or (isinstance(rate, int) and rate > sys.float_info.max):
+        raise InvalidParameter(f"rate={shown(rate)} is not possible: it must be requests a second, more than 0.")
     rng = random.Random(seed)  # of Python, not of torch: the same numbers on every version and device
     moments, now = [], 0.0
     for _ in range(_count(n)):
