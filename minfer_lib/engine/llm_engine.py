@@ -340,8 +340,7 @@ class LLMEngine(Engine):
         requests = list(self._finished)
         result: Any = [request.output() for request in requests]
         if cause is not None:
-            result = GenerationFailed(failed(self.lm.name, cause), result)
-            result.__cause__ = cause
+            result = generation_failed(self.lm.name, cause, result)
         for request in requests:
             self._release(request)
         # The last thing that is done, in one line with the return: until then nothing has been handed out.
@@ -398,8 +397,7 @@ class LLMEngine(Engine):
         cause = next((request.cause for request in requests if request.cause is not None), None)
         if cause is None:
             return outputs
-        failure = GenerationFailed(failed(self.lm.name, cause), outputs)
-        failure.__cause__ = cause
+        failure = generation_failed(self.lm.name, cause, outputs)
         del self, requests, request  # the exception keeps this frame, which must not keep the engine
         raise failure
 
@@ -555,8 +553,7 @@ class RequestStream(Iterator[StreamPiece]):
     def _fail(self, cause: Exception) -> None:
         engine, self._readers = self._engine, []
         engine._abandon(self.requests)
-        failure = GenerationFailed(failed(engine.lm.name, cause), [request.output() for request in self.requests])
-        failure.__cause__ = cause
+        failure = generation_failed(engine.lm.name, cause, [request.output() for request in self.requests])
         self._engine = None  # the exception keeps the frames of this stream, which must not keep the engine
         del engine
         raise failure
@@ -574,12 +571,15 @@ class RequestStream(Iterator[StreamPiece]):
             engine.abort(self.request_id)
 
 
-def failed(name: str, cause: Exception) -> str:
-    """The message of `GenerationFailed`."""
-    return (
+def generation_failed(name: str, cause: Exception, outputs: list[RequestOutput]) -> GenerationFailed:
+    """The exception for those whose requests were in a step that failed."""
+    failure = GenerationFailed(
         f"{name} failed in a step: {type(cause).__name__}: {cause}. What was generated until then is in the `outputs` "
-        "of this exception; the engine can go on."
+        "of this exception; the engine can go on.",
+        outputs,
     )
+    failure.__cause__ = cause
+    return failure
 
 
 def without_frames(error: Exception) -> Exception:
