@@ -1,10 +1,11 @@
 """Measuring: the same workload, the same definitions and the same table for every engine and every baseline.
 
-Reading order: metrics (what the numbers mean), workloads, machine (what they were measured on), roofline (what they
-could be), baselines, hf_continuous, usage, verify, comparison, results, draw, wide_table, cheaper, rungs, articles; for
-requests that come over time arrivals, serving, latency; for what a cheaper model gets wrong quality_scores,
-quality_table; for products with int8 weights that are not ours other_int8; for small tables of other numbers
-measurements. The engine imports none of this.
+Reading order: metrics (what the numbers mean), workloads, machine and watch (what they were measured on, and whether it
+was ours alone), roofline (what they could be), baselines, hf_continuous, usage, verify, comparison, results, tables,
+cheaper, rungs; for requests that come over time arrivals and serving, and for more and more of them sweeps; for what a
+step spends its time on decompose; for what a cheaper model gets wrong quality_scores, quality_table; for systems and
+products that are not ours articles, peers, other_int8; record is how the recorded runs were made. The engine imports
+none of this.
 
 Names are looked up when they are first used, so that the command line does not wait for torch to explain itself. No
 module has the name of a function here, which would hide it.
@@ -14,18 +15,18 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "arrivals": ("all_at_once", "poisson_arrivals", "read_trace", "write_trace"),
+    "arrivals": ("all_at_once", "poisson_arrivals"),
     "articles": ("reported", "reported_rows"),
     "baselines": ("HFSerial", "HFStaticBatch"),
     "comparison": ("compare",),
+    "decompose": ("Decomposition", "decompose"),
     "hf_continuous": ("HFContinuousBatch",),
-    "latency": ("LatencyCurve", "LatencyPoint", "latency_curve"),
-    "machine": ("peak_flops", "provenance", "read_bandwidth"),
-    "metrics": ("RunMetrics", "measure"),
+    "machine": ("measure_bandwidth", "peak_flops", "provenance", "read_bandwidth"),
+    "metrics": ("Run", "measure"),
     "probe_memory": ("PeakMemory", "peak_memory"),
     "quality_scores": ("perplexity",),
-    "quality_table": ("QualityRow", "QualityTable", "quality"),
-    "results": ("Comparison", "Row", "load", "load_recorded"),
+    "quality_table": ("quality",),
+    "results": ("Cells", "QualityRow", "Result", "Row", "load", "load_recorded"),
     "roofline": (
         "Roofline",
         "decode_step_bytes",
@@ -35,19 +36,12 @@ _HOME = {
         "weight_bytes_read",
     ),
     "rungs": ("ladder", "make_engine"),
-    "serving": ("Served", "capacity", "serve"),
+    "serving": ("Served", "serve"),
     "settings": ("fast_mode",),
-    "usage": ("Occupancy", "occupancy", "occupancy_of", "padding_share"),
-    "wide_table": ("Scoreboard", "scoreboard"),
-    "workloads": (
-        "Workload",
-        "english_text",
-        "fixed_lengths",
-        "mixed_lengths",
-        "nano_vllm",
-        "prompts_of",
-        "shared_prefix",
-    ),
+    "sweeps": ("frontier", "latency_curve"),
+    "usage": ("padding_share",),
+    "watch": ("Watch",),
+    "workloads": ("Workload", "course", "english_text", "fixed_lengths", "mixed_lengths", "nano_vllm", "prompts_of"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import BadEnvironment, InvalidParameter, UnsupportedModel, one_of
-from .rungs import RUNNING, UNEQUAL, find, ladder, names
+from .rungs import find, ladder, names
 
 if TYPE_CHECKING:
-    from .results import Results
+    from .results import Result
 
-UNEQUAL_TEXT = "{n} of unequal lengths, {running} at once".format(**UNEQUAL, running=RUNNING)
 PICTURES = (".svg", ".png", ".pdf")
 
 
@@ -31,10 +30,14 @@ def add_bench(bench: Callable[..., argparse.ArgumentParser], add_model_options: 
     )
     add_model_options(steps)
     steps.add_argument("--engines", metavar="A,B", help=f"some of {', '.join(names())}; the first is the baseline")
-    steps.add_argument("--batch", type=int, metavar="N", help=f"N requests of equal length; without it, {UNEQUAL_TEXT}")
+    steps.add_argument(
+        "--batch", type=int, metavar="N", help="N requests of equal length; without it, the course workload"
+    )
     steps.add_argument("--prompt-len", type=int, metavar="N", help="tokens of each prompt, if equal (default: 64)")
     steps.add_argument("--output-len", type=int, metavar="N", help="tokens of each answer, if equal (default: 64)")
-    steps.add_argument("--repeats", type=int, default=3, help="timed runs of each engine (default: %(default)s)")
+    steps.add_argument(
+        "--repeats", type=int, help="timed runs of each (default: until they agree within 10 %%, at most 10)"
+    )
     steps.add_argument("--memory", action="store_true", help="on a CPU: peak memory too, in a fresh process for each")
     kept = bench("quality", run_quality, "what int8 changes in a model's predictions")
     kept.add_argument("--tokens", type=int, help="tokens of the bundled text to read (default: 8192)")
@@ -61,7 +64,7 @@ def run_ladder(args: argparse.Namespace) -> int:
     check_picture(args.svg)
     from ..models.load import load_model
     from .comparison import Interrupted
-    from .wide_table import scoreboard
+    from .tables import text
     from .workloads import fixed_lengths
 
     lm = load_model(args.model, device=args.device, dtype=args.dtype)
@@ -73,7 +76,7 @@ def run_ladder(args: argparse.Namespace) -> int:
         found = ladder(lm, wanted, workload, repeats=args.repeats, memory=args.memory, progress=progress, show=False)
     except Interrupted as interrupted:
         found, code = interrupted.comparison, 130
-    print(scoreboard(found) if args.all else found)
+    print(text(found, args.all))
     if args.json:
         found.save(args.json)
     draw(found, args.svg)
@@ -110,22 +113,18 @@ def run_quality(args: argparse.Namespace) -> int:
 def show_results(args: argparse.Namespace) -> int:
     """Prints the table of a results file, and draws it if asked."""
     check_picture(args.svg)
-    from .results import Comparison, load
-    from .wide_table import scoreboard
+    from .results import load
+    from .tables import text
 
     found = load(args.file)
-    if args.all and not isinstance(found, Comparison):
-        raise InvalidParameter(f"All columns of {args.file!r} were asked for: only a ladder has more than are shown.")
     draw(found, args.svg)
-    print(scoreboard(found) if args.all else found)
+    print(text(found, args.all))
     return 0
 
 
-def draw(found: Results, name: str | None) -> None:
-    """Draws results to a file if one was named. Raises `InvalidParameter` for those that have no picture."""
+def draw(found: Result, name: str | None) -> None:
+    """Draws a result to a file if one was named. Raises `InvalidParameter` for a kind that has no picture."""
     if name is not None:
-        if not hasattr(found, "plot"):
-            raise InvalidParameter(f"A picture was to be drawn to {name!r}: these results are tables only.")
         Path(name).absolute().parent.mkdir(parents=True, exist_ok=True)
         found.plot(save=name)
 

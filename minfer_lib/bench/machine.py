@@ -2,7 +2,7 @@
 
 Invariant: nothing here identifies a person or a computer (no host name, user or path), and nothing is looked up in a
 data sheet: bandwidth and arithmetic are measured on the spot, since a roofline made of advertised numbers flatters
-nobody who has to live under it. Measurements are made once a process and kept.
+nobody who has to live under it.
 """
 
 from __future__ import annotations
@@ -96,18 +96,37 @@ def commit() -> str | None:
 
 
 def synchronize(device: torch.device | str) -> None:
-    """Wait until the device has done all it was given; without it a GPU's time is not yet spent when we look."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
+    """Wait until the device has done all it was given; before that its time is not yet spent when we look."""
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize(torch.device(device))
 
 
 def read_bandwidth(device: torch.device | str = "cpu") -> float:
-    """Bytes a second that this device reads from its memory: the best of several passes, kept for the process.
+    """Bytes a second that this device reads from its memory: the best that this process has measured so far.
+
+    The best, because what disturbs a measurement only ever makes it slower; `measure_bandwidth` looks again.
+    """
+    return _BEST.get(_key(device)) or measure_bandwidth(device)
+
+
+def measure_bandwidth(device: torch.device | str = "cpu") -> float:
+    """Bytes a second that this device reads from its memory now.
 
     Two ways of reading a buffer much larger than any cache, the faster one counts: a plain sum, and a matrix times a
-    vector, which is what a decode step does with its weights. On CUDA in bfloat16, timed by the GPU's own events.
+    vector, which is what a decode step does with its weights. On an accelerator in bfloat16.
     """
-    return _read_bandwidth(str(device), torch.get_num_threads(), fast_mode())
+    device = torch.device(device)
+    total = (128 << 20) if fast_mode() else (512 << 20)  # bytes, beyond any cache
+    if device.type == "cuda":  # larger, but what a model has left of the memory must do
+        total = max(total, min(2 << 30, torch.cuda.mem_get_info(device)[0] // 2))
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    columns = 8192
+    matrix = torch.ones(total // dtype.itemsize // columns, columns, device=device, dtype=dtype)  # [rows, columns]
+    vector = torch.ones(columns, device=device, dtype=dtype)
+    seconds = min(_best_seconds(way, device) for way in (lambda: matrix.sum(), lambda: torch.mv(matrix, vector)))
+    found = matrix.numel() * dtype.itemsize / seconds
+    _BEST[_key(device)] = max(found, _BEST.get(_key(device), 0.0))
+    return found
 
 
 def peak_flops(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> float:
@@ -115,53 +134,39 @@ def peak_flops(device: torch.device | str = "cpu", dtype: torch.dtype = torch.fl
     return _peak_flops(str(device), dtype, torch.get_num_threads(), fast_mode())
 
 
-@functools.cache
-def _read_bandwidth(device: str, threads: int, fast: bool) -> float:
-    on_gpu = torch.device(device).type == "cuda"
-    total = (128 << 20) if fast else (512 << 20)  # bytes, beyond any cache
-    if on_gpu:  # larger, but what a model has left of the memory must do
-        total = max(total, min(2 << 30, torch.cuda.mem_get_info(torch.device(device))[0] // 2))
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    columns = 8192
-    matrix = torch.ones(total // dtype.itemsize // columns, columns, device=device, dtype=dtype)  # [rows, columns]
-    vector = torch.ones(columns, device=device, dtype=dtype)
-    repeats = 3 if fast else 8
-    ways = (lambda: matrix.sum(), lambda: torch.mv(matrix, vector))
-    seconds = min(_best_seconds(run, device, repeats) for run in ways)
-    return matrix.numel() * dtype.itemsize / seconds
+_BEST: dict[tuple[str, int, bool], float] = {}  # bytes a second, by device, threads and fast mode
+
+
+def _key(device: torch.device | str) -> tuple[str, int, bool]:
+    return str(torch.device(device)), torch.get_num_threads(), fast_mode()
 
 
 @functools.cache
 def _peak_flops(device: str, dtype: torch.dtype, threads: int, fast: bool) -> float:
-    largest = 8192 if torch.device(device).type == "cuda" else 512 if fast else 1024
+    largest = 512 if fast else 1024 if torch.device(device).type == "cpu" else 8192
     best, size = 0.0, 256
     while True:  # from small to large: a type that the CPU only emulates takes seconds at full size
         a = torch.randn(size, size, device=device).to(dtype)
         b = torch.randn(size, size, device=device).to(dtype)
-        seconds = _best_seconds(lambda a=a, b=b: a @ b, device, 3 if fast else 8)
+        seconds = _best_seconds(lambda a=a, b=b: a @ b, torch.device(device))
         best = max(best, 2 * size**3 / seconds)
         size *= 2
         if size > largest or seconds > 0.02:
             return best
 
 
-def _best_seconds(run: Callable[[], object], device: str, repeats: int) -> float:
+def _best_seconds(run: Callable[[], object], device: torch.device) -> float:
     """The shortest of several runs, after one to warm up: what disturbs a run only ever makes it longer."""
     run()
     best = float("inf")
-    for _ in range(repeats):
-        if torch.device(device).type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
+    at_once = 1 if device.type == "cpu" else 4  # so that waiting for the device is a small part of it
+    for _ in range(3 if fast_mode() else 8):
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(at_once):
             run()
-            end.record()
-            end.synchronize()
-            seconds = start.elapsed_time(end) / 1e3
-        else:
-            began = time.perf_counter()
-            run()
-            seconds = time.perf_counter() - began
-        best = min(best, seconds)
+        synchronize(device)
+        best = min(best, (time.perf_counter() - began) / at_once)
     return max(best, 1e-9)
 
 

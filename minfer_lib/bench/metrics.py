@@ -1,7 +1,8 @@
 """From the outputs of one run to one record of numbers.
 
 Invariant: every number is computed from the outputs' own time stamps and lengths and from the wall time of the run,
-in one place, so that it means the same for every engine and every baseline.
+in one place, so that it means the same for every engine and every baseline. What was measured of each request is kept;
+medians and percentiles are computed from it when somebody asks.
 
 The definitions are those of the field (vLLM's and SGLang's serving benchmarks use them too):
 
@@ -12,102 +13,159 @@ The definitions are those of the field (vLLM's and SGLang's serving benchmarks u
 - End to end: from arrival to the moment the answer is handed over. In a padded batch that is when the longest ends.
 - Throughput: output tokens of all requests / wall time of the whole run. Prompt tokens do not count, and neither does
   anything that was computed and thrown away (padding, tokens past a row's end).
+- Goodput: requests answered within a limit on TTFT and one on TPOT, per second of wall time.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..errors import InvalidParameter
+from .watch import Disturbance
 
 if TYPE_CHECKING:
     from ..generation.request import RequestOutput
 
+Milliseconds = tuple[float | None, ...]  # one a request; None where a request has no such time
+ENOUGH = 20  # requests: of fewer, a 95th percentile is an interpolation between the two slowest
+
 
 @dataclass(frozen=True)
-class RunMetrics:
-    """One run of a workload, or the median of several. Times in milliseconds unless the name says seconds.
-
-    A time is None where no request has it: `tpot_ms` when every request made one token, all of them when all failed.
-    """
+class Run:
+    """One timed run of a workload. A figure that is not known is None."""
 
     requests: int
     failed: int  # requests that ended with an error, were aborted or ran out of time
     prompt_tokens: int
     output_tokens: int
-    prompt_len: tuple[int, int]  # shortest, longest
-    output_len: tuple[int, int]
     wall_s: float
-    tokens_per_s: float  # output tokens / wall time
-    ttft_ms: float | None  # the median over requests; *_p95_ms is the 95th percentile
-    ttft_p95_ms: float | None
-    tpot_ms: float | None
-    tpot_p95_ms: float | None
-    e2e_ms: float | None
-    e2e_p95_ms: float | None
-    concurrency: float  # requests that were decoding at once, on average over the time when any was
-    kv_tokens: float  # tokens that one decode step had to look back at, per request, on average
-    kv_peak_tokens: int  # tokens of all running requests at the moment when they were most
-    preemptions: int
-    queue_ms: float | None = None
-    queue_p95_ms: float | None = None
-    padding_share: float | None = None  # of all computed token rows those that no request needed; None: not known
+    ttft: Milliseconds = ()
+    tpot: Milliseconds = ()
+    e2e: Milliseconds = ()
+    queue: Milliseconds = ()
+    concurrency: float = 1.0  # requests that were decoding at once, on average over the time when any was
+    kv_tokens: float = 0.0  # tokens that one decode step had to look back at, per request, on average
+    kv_peak_tokens: int = 0  # tokens of all running requests at the moment when they were most
+    preemptions: int = 0
+    steps: int | None = None  # calls of the model
+    padding_share: float | None = None  # of all computed token rows those that no request needed
+    others_cpus: float = 0.0  # CPUs that other programs kept busy meanwhile
+    throttled_s: float = 0.0  # in which a container's quota held this process back
+    disturbed: bool = False  # by others or by a quota, as `watch` judges it
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.output_tokens / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def requests_per_s(self) -> float:
+        """Requests answered in full, per second of wall time."""
+        return (self.requests - self.failed) / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Output tokens per call of the model: what batching raises, and padding does not."""
+        return self.output_tokens / self.steps if self.steps else None
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """The median over requests, as are the other times; `*_p95_ms` is the 95th percentile of 20 or more."""
+        return percentile(self.ttft, 50)
+
+    @property
+    def ttft_p95_ms(self) -> float | None:
+        return percentile(self.ttft, 95)
+
+    @property
+    def tpot_ms(self) -> float | None:
+        return percentile(self.tpot, 50)
+
+    @property
+    def tpot_p95_ms(self) -> float | None:
+        return percentile(self.tpot, 95)
+
+    @property
+    def e2e_ms(self) -> float | None:
+        return percentile(self.e2e, 50)
+
+    @property
+    def e2e_p95_ms(self) -> float | None:
+        return percentile(self.e2e, 95)
+
+    @property
+    def queue_ms(self) -> float | None:
+        return percentile(self.queue, 50)
+
+    @property
+    def queue_p95_ms(self) -> float | None:
+        return percentile(self.queue, 95)
+
+    def goodput(self, ttft_ms: float, tpot_ms: float) -> float:
+        """Requests per second whose TTFT and TPOT stayed within these limits. One of a single token has no TPOT."""
+        good = sum(
+            first is not None and first <= ttft_ms and (later is None or later <= tpot_ms)
+            for first, later in zip(self.ttft, self.tpot, strict=True)
+        )
+        return good / self.wall_s if self.wall_s > 0 else 0.0
 
 
-def measure(outputs: Sequence[RequestOutput], wall_s: float, padding_share: float | None = None) -> RunMetrics:
+def measure(
+    outputs: Sequence[RequestOutput],
+    wall_s: float,
+    *,
+    steps: int | None = None,
+    padding_share: float | None = None,
+    disturbance: Disturbance | None = None,
+) -> Run:
     """The record of one run: `outputs` as `generate` returned them, `wall_s` seconds from call to return.
 
-    padding_share: as `usage.padding_share` computes it, for an engine that counts what it computes.
+    steps, padding_share: as `usage` counts them, for an engine that tells. disturbance: as `watch` saw it.
     Raises `InvalidParameter` for no outputs at all: there is nothing to measure.
     """
     if not outputs:
         raise InvalidParameter("A run without any output was to be measured; give the workload at least one prompt.")
-    prompt_lens = [len(out.prompt_token_ids) for out in outputs]
-    output_lens = [len(out.token_ids) for out in outputs]
     times = [out.metrics for out in outputs]
-    ttft = [1e3 * t.ttft_s for t in times if t.ttft_s is not None]
-    tpot = [1e3 * t.tpot_s for t in times if t.tpot_s is not None]
-    queue = [1e3 * t.queue_s for t in times if t.queue_s is not None]
-    e2e = [1e3 * t.e2e_s for t in times if t.e2e_s is not None and t.first_token is not None]
     later = [out for out in outputs if out.metrics.tpot_s is not None]
-    return RunMetrics(
+    disturbance = disturbance or Disturbance()
+    return Run(
         requests=len(outputs),
         failed=sum(out.finish_reason not in ("stop", "length") for out in outputs),
-        prompt_tokens=sum(prompt_lens),
-        output_tokens=sum(output_lens),
-        prompt_len=(min(prompt_lens), max(prompt_lens)),
-        output_len=(min(output_lens), max(output_lens)),
+        prompt_tokens=sum(len(out.prompt_token_ids) for out in outputs),
+        output_tokens=sum(len(out.token_ids) for out in outputs),
         wall_s=wall_s,
-        tokens_per_s=sum(output_lens) / wall_s if wall_s > 0 else 0.0,
-        ttft_ms=percentile(ttft, 50),
-        ttft_p95_ms=percentile(ttft, 95),
-        tpot_ms=percentile(tpot, 50),
-        tpot_p95_ms=percentile(tpot, 95),
-        e2e_ms=percentile(e2e, 50),
-        e2e_p95_ms=percentile(e2e, 95),
+        ttft=_ms([t.ttft_s for t in times]),
+        tpot=_ms([t.tpot_s for t in times]),
+        e2e=_ms([t.e2e_s if t.first_token is not None else None for t in times]),
+        queue=_ms([t.queue_s for t in times]),
         concurrency=mean_concurrency([(out.metrics.first_token, out.metrics.last_token) for out in later]),
         kv_tokens=mean_kv_tokens([(len(out.prompt_token_ids), len(out.token_ids)) for out in later]),
         kv_peak_tokens=peak_kv_tokens(outputs),
         preemptions=sum(t.preemptions for t in times),
-        queue_ms=percentile(queue, 50),
-        queue_p95_ms=percentile(queue, 95),
+        steps=steps,
         padding_share=padding_share,
+        others_cpus=round(disturbance.others_cpus, 3),
+        throttled_s=round(disturbance.throttled_s, 3),
+        disturbed=disturbance.matters,
     )
 
 
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The value below which so many per cent lie, interpolated between neighbours (NumPy's default); None of none."""
-    if not values:
+def _ms(seconds: Sequence[float | None]) -> Milliseconds:
+    return tuple(None if value is None else round(1e3 * value, 4) for value in seconds)
+
+
+def percentile(values: Sequence[float | None], percent: float) -> float | None:
+    """The value below which so many per cent of the known ones lie, interpolated between neighbours.
+
+    None of none, and for anything but the median of fewer than `ENOUGH`.
+    """
+    known = [value for value in values if value is not None]
+    if not known or (percent != 50 and len(known) < ENOUGH):
         return None
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return float(np.percentile(known, percent))
 
 
 def mean_concurrency(spans: Sequence[tuple[float, float]]) -> float:
@@ -155,24 +213,3 @@ def peak_kv_tokens(outputs: Sequence[RequestOutput]) -> int:
         return total
 
     return round(max((held(end) for _, end, _, _ in spans), default=0))
-
-
-def median(runs: Sequence[RunMetrics]) -> RunMetrics:
-    """Field by field the median of several runs of one workload, so that one disturbed run spoils no number.
-
-    Counts that may differ between runs (failures, preemptions, memory) take the largest: a loss is not to be averaged
-    away.
-    """
-    if not runs:
-        raise InvalidParameter("The median of no runs was asked for; run the workload at least once.")
-    values = {}
-    for field in dataclasses.fields(RunMetrics):
-        column = [getattr(run, field.name) for run in runs]
-        if field.name in ("failed", "preemptions", "kv_peak_tokens"):
-            values[field.name] = max(column)
-        elif "float" in str(field.type):  # a measurement; the rest is the same in every run
-            known = [value for value in column if value is not None]
-            values[field.name] = statistics.median(known) if known else None
-        else:
-            values[field.name] = column[0]
-    return RunMetrics(**values)

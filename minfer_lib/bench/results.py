@@ -1,64 +1,104 @@
-"""What a comparison found, as data: rows with provenance, to JSON and back. Other results are kept the same way.
+"""What was measured, as data: rows with where they come from, to JSON and back, to tables and to pictures.
 
-Invariant: a figure never travels without where it comes from. A file holds the rows, the workload, the machine and the
-versions, a schema version and a hash of all that, so that a figure edited by hand is noticed when it is read. Tables
-and plots are drawn from these objects and from nothing else.
+Invariant: a figure never travels without where it comes from, and no run is dropped: a row keeps every run in the order
+in which they were made, and its medians and spreads are computed from them when somebody asks.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from ..errors import InvalidParameter, one_of
 from .machine import PACKAGE, machine_name
-from .metrics import RunMetrics
+from .metrics import Run
 
 if TYPE_CHECKING:
-    from .latency import LatencyCurve
-    from .measurements import Measurements
-    from .quality_table import QualityTable
+    import pandas as pd
 
-    Results: TypeAlias = "Comparison | LatencyCurve | QualityTable | Measurements"
-
-SCHEMA = 1
-KIND = "minfer benchmark"
-PARTS = ("rows", "workload", "provenance", "notes")  # what the hash is of
+SCHEMA = 2
+RECORDED = Path(__file__).parent / "recorded"
+STEADY = 0.10  # of the median, between the quartiles
+LOSSES = ("failed", "preemptions", "kv_peak_tokens", "others_cpus", "throttled_s")  # of several runs the largest counts
+FIGURES = {f.name for f in dataclasses.fields(Run)} | {n for n, v in vars(Run).items() if isinstance(v, property)}
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One engine's line in the ladder. Times in milliseconds, memory in bytes; None is "not known", never zero."""
+    """One engine's line: its runs, and what is the same in all of them. Memory in bytes; None is "not known".
+
+    Every figure of a `Run` is an attribute of the row too (`row.ttft_ms`, for instance): the median over the runs,
+    those left out that others disturbed, as long as there are better ones.
+    """
 
     engine: str
-    kind: str = "measured"  # or "reported": somebody else's figure, from their machine
-    source: str = ""  # of a reported row: who says so, on which hardware and model
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    tokens_per_s: float | None = None
-    tokens_per_s_range: tuple[float, float] | None = None  # lowest and highest of the repeats
-    ratio: float | None = None  # tokens/s over that of the first row
+    runs: tuple[Run, ...] = ()
+    x: float | None = None  # in a sweep: the rate in requests/s, or how many requests at once
     floor_ms: float | None = None  # what a decode step takes if it only reads its bytes at the measured bandwidth
-    share: float | None = None  # floor_ms / tpot_ms: 1 is as fast as the memory allows
     kv_reserved: int | None = None  # set aside for the cache
+    kv_held: int | None = None  # of it what requests owned at the fullest moment
     kv_used: int | None = None  # of it filled with tokens, at the fullest moment
     peak_bytes: int | None = None
     base_bytes: int | None = None  # of the same process before a model was loaded (CPU only)
     tokens: str = ""  # how its tokens compare with the first row's
     warnings: tuple[str, ...] = ()
-    metrics: RunMetrics | None = None  # the whole record that the figures above are taken from
-    weights: str = ""  # what those of its model are kept in, as `machine.weights_name` says it; "" in older files
-    kv_held: int | None = None  # of what is reserved that which requests owned at the fullest moment
+    weights: str = ""  # what those of its model are kept in, as `machine.weights_name` says it
     weight_bytes: int | None = None  # of its model, in memory
+    kind: str = "measured"  # or "reported": figures that were not measured in this run
+    source: str = ""  # of a reported row: who says so, on which hardware and model
+    told: Mapping[str, float] = field(default_factory=dict)  # the figures of a reported row, by the names of `Run`
+
+    def __getattr__(self, name: str) -> Any:
+        if name in FIGURES:
+            return self.median(name)
+        raise AttributeError(f"a Row has no attribute {name!r}")
+
+    @property
+    def counted(self) -> tuple[Run, ...]:
+        """The runs that medians are taken over: those that nothing disturbed, or all if there are none."""
+        return tuple(run for run in self.runs if not run.disturbed) or self.runs
+
+    def values(self, name: str) -> list[float]:
+        """One figure of each counted run, in order; those that know it."""
+        return [value for run in self.counted if (value := getattr(run, name)) is not None]
+
+    def median(self, name: str) -> Any:
+        """One figure of `Run`: the median over the runs, of losses the largest; None where no run knows it."""
+        values = self.values(name)
+        if not values:
+            return self.told.get(name)
+        if name in LOSSES:
+            return max(values)
+        return values[0] if isinstance(values[0], tuple) else float(np.median(values))
+
+    def spread(self, name: str = "tokens_per_s") -> tuple[float, float] | None:
+        """The lowest and the highest of the runs; None where none knows it."""
+        values = self.values(name)
+        return (min(values), max(values)) if values else None
+
+    @property
+    def steady(self) -> bool:
+        """Whether there are three runs or more whose tokens/s have their quartiles within 10 % of the median."""
+        values = self.values("tokens_per_s")
+        if len(values) < 3:
+            return False
+        low, middle, high = np.percentile(values, (25, 50, 75))
+        return bool(high - low <= STEADY * middle)
+
+    @property
+    def share(self) -> float | None:
+        """Of a decode step the part that reading its bytes takes at least: 1 is as fast as the memory allows."""
+        return self.floor_ms / self.tpot_ms if self.floor_ms and self.tpot_ms else None
 
     @property
     def kv_waste(self) -> float | None:
@@ -66,148 +106,168 @@ class Row:
         return 1 - self.kv_used / self.kv_held if self.kv_held and self.kv_used is not None else None
 
 
-@dataclass(frozen=True, repr=False)
-class Comparison:
-    """Several engines on one workload in one run. Shown in a notebook it is a table; `plot()` draws its bars."""
+@dataclass(frozen=True)
+class QualityRow:
+    """One model against the reference. Shares are 0..1; the reference itself has change 0, KL 0 and agreement 1."""
 
-    rows: list[Row]
+    engine: str
+    perplexity: float
+    perplexity_change: float  # its perplexity / the reference's - 1
+    kl: float  # KL(reference || model), nats per token
+    top1: float
+    top1_stderr: float  # of the share, as if positions were independent
+    tokens: int  # predictions that the figures are means over
+    bytes: int  # of all parameters and buffers, shared ones once
+    dtype: str  # that it computes in
+
+    @property
+    def name(self) -> str:
+        return self.engine
+
+
+@dataclass(frozen=True)
+class Cells:
+    """One line of a table of other numbers: the table's title, the line's name, and its numbers by column."""
+
+    table: str
+    engine: str
+    values: Mapping[str, float | None]
+
+
+ROWS: dict[str, type] = {"ladder": Row, "latency": Row, "frontier": Row, "quality": QualityRow, "table": Cells}
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """Rows that were measured together. In a notebook it is a table; `plot()` draws it, `to_frame()` gives the numbers.
+
+    kind: "ladder" (engines on one workload), "latency" (over rates), "frontier" (over requests at once), "quality"
+    (models against a reference), "table" (other numbers).
+    """
+
+    kind: str
+    rows: list[Any]
     workload: dict[str, Any]  # name, description, prompt_lens, output_lens, fast
-    provenance: dict[str, Any]  # machine, versions, commit, date, model, dtype, repeats, bandwidth
+    provenance: dict[str, Any]  # machine, versions, commit, date, model, dtype, bandwidth
     notes: tuple[str, ...] = ()
     recorded: bool = field(default=False, compare=False)  # read from a file rather than measured here and now
 
-    def row(self, engine: str) -> Row:
-        """The row of an engine by its name; raises `InvalidParameter` for a name that is not there."""
-        for row in self.rows:
-            if row.engine == engine:
+    def row(self, engine: str, x: float | None = None) -> Any:
+        """The row of an engine by its name, in a sweep at `x`; raises `InvalidParameter` for what is not there."""
+        for row in self.series(engine):
+            if x is None or row.x == x:
                 return row
-        raise InvalidParameter(f"There is no row {engine!r} here; there are {one_of([r.engine for r in self.rows])}.")
+        raise InvalidParameter(
+            f"{x!r} was not measured; there are {one_of([f'{r.x:g}' for r in self.series(engine)])}."
+        )
+
+    def series(self, engine: str) -> list[Any]:
+        """All rows of one engine, in a sweep by their x. Raises `InvalidParameter` for a name that is not there."""
+        rows = [row for row in self.rows if row.engine == engine]
+        if not rows:
+            raise InvalidParameter(f"There is no row {engine!r} here; there are {one_of(self.engines)}.")
+        return sorted(rows, key=lambda row: getattr(row, "x", None) or 0)
+
+    @property
+    def engines(self) -> list[str]:
+        """Names of the rows, each once, in their order."""
+        return list(dict.fromkeys(row.engine for row in self.rows))
+
+    @property
+    def xs(self) -> list[float]:
+        """Rates, or numbers of requests, that a sweep went over, from low to high."""
+        return sorted({row.x for row in self.rows})
 
     def ratio(self, engine: str, baseline: str) -> float | None:
         """How many times the tokens/s of `baseline` an engine reached in this run; None where one is not known."""
         ours, theirs = self.row(engine).tokens_per_s, self.row(baseline).tokens_per_s
         return ours / theirs if ours and theirs else None
 
+    def differs(self, engine: str, baseline: str) -> bool:
+        """Whether the runs of two rows lie apart: the slowest of one is faster than the fastest of the other."""
+        ours, theirs = self.row(engine).spread(), self.row(baseline).spread()
+        return ours is not None and theirs is not None and (ours[0] > theirs[1] or theirs[0] > ours[1])
+
+    def compared(self, engine: str, baseline: str) -> str:
+        """The ratio of two rows in words: "1.24x", "no difference" where their runs overlap, "" if it is not known."""
+        ratio = self.ratio(engine, baseline)
+        if ratio is None:
+            return ""
+        return f"{ratio:.2f}x" if engine == baseline or self.differs(engine, baseline) else "no difference"
+
     @property
     def warnings(self) -> list[str]:
         """Everything that makes a row doubtful, each with the row's name in front."""
-        return [f"{row.engine}: {warning}" for row in self.rows for warning in row.warnings]
+        texts = [f"{row.engine}: {text}" for row in self.rows for text in getattr(row, "warnings", ())]
+        return list(dict.fromkeys(texts))
 
     @property
     def title(self) -> str:
         """One line: model, weights, workload, machine, and whether it was recorded elsewhere."""
-        return title_of(self.workload, self.provenance, self.recorded)
+        facts = self.provenance
+        model, weights = str(facts["model"]), facts.get("weights") or facts.get("dtype")
+        if model.startswith("shape:"):
+            model = f"Shape of {model.removeprefix('shape:')}, random weights,"
+        what = self.workload.get("description")
+        line = f"{model} in {weights}" + (f": {what}" if what else "") + f"; {machine_name(facts)}"
+        return f"Recorded on {str(facts['date'])[:10]}. {line}" if self.recorded else line
+
+    def to_frame(self, all: bool = False) -> pd.DataFrame:
+        """The numbers as a DataFrame, a line for each row; `all` has every column that is known, units in the names."""
+        from .tables import frame
+
+        return frame(self, all)
+
+    def table(self, title: str | None = None) -> pd.DataFrame:
+        """One table of a result of kind "table" by its title; None: the only one. Raises `InvalidParameter`."""
+        from .tables import cells_frame
+
+        return cells_frame(self, title)
 
     def plot(self, save: str | os.PathLike[str] | None = None) -> Any:
-        """Bars of throughput and of time per token, as a matplotlib figure; `save` writes it to an SVG or PNG file."""
+        """The picture of this kind of result as a matplotlib figure; `save` writes it to an SVG, PNG or PDF file.
+
+        Raises `InvalidParameter` for kind "table", which has none.
+        """
         from .draw import figure  # drawing needs matplotlib, data does not
 
         return figure(self, save)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write it as JSON; the file appears whole or not at all. Returns the path."""
-        return save(self, path)
+        """Write it as JSON; the file appears whole or not at all. `load` reads it. Returns the path."""
+        body = {name: getattr(self, name) for name in ("kind", "workload", "provenance", "notes")}
+        rows = [json.dumps(_plain(row), ensure_ascii=False) for row in self.rows]  # a line each, for whoever compares
+        head = json.dumps({"minfer": SCHEMA, **body}, indent=1, ensure_ascii=False)
+        return write_whole(path, head.removesuffix("\n}") + ',\n "rows": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n")
 
     def __str__(self) -> str:
-        from .draw import text_table
+        from .tables import text
 
-        return text_table(self)
+        return text(self)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from .draw import html_table
+        from .tables import html
 
-        return html_table(self)
-
-
-def title_of(workload: dict[str, Any], facts: dict[str, Any], recorded: bool) -> str:
-    """The line above a result of either kind, from its workload and its provenance."""
-    weights = facts.get("weights") or facts["dtype"]  # older files do not tell them apart
-    line = f"{facts['model']} in {weights}: {workload['description']}; {machine_name(facts)}"
-    return f"Recorded on {str(facts['date'])[:10]}. {line}" if recorded else line
+        return html(self)
 
 
-def to_dict(comparison: Comparison) -> dict[str, Any]:
-    """A comparison as plain JSON values, with schema version and hash."""
-    body = {
-        "rows": [dataclasses.asdict(row) for row in comparison.rows],
-        "workload": comparison.workload,
-        "provenance": comparison.provenance,
-        "notes": list(comparison.notes),
+def _plain(row: Any) -> dict[str, Any]:
+    """A row without what is at its default: files stay small, and new fields do not make old ones unreadable."""
+    return {
+        f.name: [_plain(run) for run in value] if f.name == "runs" else value
+        for f in dataclasses.fields(row)
+        if (value := getattr(row, f.name)) != f.default and value not in ({}, ())
     }
-    return sealed(KIND, body)
 
 
-def sealed(kind: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Results as plain JSON values, with kind, schema version and hash in front."""
-    body = json.loads(json.dumps(body))  # tuples become lists here, so that the hash is that of what will be read
-    return {"kind": kind, "schema": SCHEMA, "sha256": digest(body, tuple(body)), **body}
-
-
-def digest(body: dict[str, Any], parts: Sequence[str] = PARTS) -> str:
-    """SHA-256 of the canonical JSON of these parts."""
-    kept = {key: body[key] for key in parts}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def from_dict(data: Any, name: str = "these results") -> Comparison:
-    """The reverse of `to_dict`, marked as recorded. Raises `InvalidParameter` for anything else or changed since."""
-    return unsealed(
-        data,
-        KIND,
-        PARTS,
-        name,
-        lambda: Comparison(
-            rows=[_row(values) for values in data["rows"]],
-            workload=data["workload"],
-            provenance=data["provenance"],
-            notes=tuple(data["notes"]),
-            recorded=True,
-        ),
-    )
-
-
-def unsealed(data: Any, kind: str, parts: Sequence[str], name: str, make: Callable[[], T]) -> T:
-    """What `make` makes of data that `sealed` gave, once kind, schema version and hash were checked."""
-    if not isinstance(data, dict) or data.get("kind") != kind:
-        raise InvalidParameter(f"{name}: benchmark results were expected, and this JSON is something else.")
-    if data.get("schema") != SCHEMA:
-        raise InvalidParameter(
-            f"{name}: results of schema {data.get('schema')!r} cannot be read, only of schema {SCHEMA}. "
-            "Record them again with this version of the package."
-        )
-    try:
-        if data["sha256"] != digest(data, parts):
-            raise InvalidParameter(
-                f"{name}: the figures do not match the hash that was recorded with them, so they were changed since. "
-                "Restore the file, or record the run again."
-            )
-        return make()
-    except (KeyError, TypeError) as error:
-        raise InvalidParameter(f"{name}: benchmark results were expected, but a part is missing ({error}).") from error
-
-
-def _row(values: dict[str, Any]) -> Row:
-    values = dict(values)
-    metrics = values.pop("metrics")
-    if metrics is not None:
-        metrics = metrics_of(metrics)
-    spread = values.pop("tokens_per_s_range")
-    warnings = tuple(values.pop("warnings"))
-    spread = None if spread is None else tuple(spread)
-    return Row(**values, metrics=metrics, warnings=warnings, tokens_per_s_range=spread)
-
-
-def metrics_of(values: dict[str, Any]) -> RunMetrics:
-    """A record of one run out of JSON; what an older file does not have is not known."""
-    return RunMetrics(**{**values, **{key: tuple(values[key]) for key in ("prompt_len", "output_len")}})
-
-
-def save(results: Results, path: str | os.PathLike[str]) -> Path:
-    """Write results as JSON; the file appears whole or not at all. Returns the path."""
-    data = to_dict(results) if isinstance(results, Comparison) else results.to_dict()
-    return write_whole(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+def _made(kind: type[T], values: Mapping[str, Any]) -> T:
+    """A row or a run from plain JSON values: lists are tuples there."""
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    if "runs" in values:
+        values["runs"] = tuple(_made(Run, run) for run in values["runs"])
+    return kind(**values)
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> Path:
@@ -226,8 +286,8 @@ def write_whole(path: str | os.PathLike[str], text: str) -> Path:
     return path
 
 
-def load(path: str | os.PathLike[str]) -> Results:
-    """Read results that `save` wrote. Raises `InvalidParameter` if there are none or they were changed by hand."""
+def load(path: str | os.PathLike[str]) -> Result:
+    """Read a result that `save` wrote. Raises `InvalidParameter` for a file that is not there or is something else."""
     path = Path(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -235,24 +295,29 @@ def load(path: str | os.PathLike[str]) -> Results:
         raise InvalidParameter(
             f"Results were to be read from {path.name!r}, which is not there or is no JSON: {error}."
         ) from error
-    from . import latency, measurements, quality_table
+    if not isinstance(data, dict) or data.get("kind") not in ROWS:
+        raise InvalidParameter(f"{path.name}: benchmark results were expected, and this JSON is something else.")
+    if data.get("minfer") != SCHEMA:
+        raise InvalidParameter(
+            f"{path.name}: results of schema {data.get('minfer')!r} cannot be read, only of schema {SCHEMA}. "
+            "Record them again with this version of the package."
+        )
+    try:
+        rows = [_made(ROWS[data["kind"]], row) for row in data["rows"]]
+        return Result(data["kind"], rows, data["workload"], data["provenance"], tuple(data["notes"]), recorded=True)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InvalidParameter(f"{path.name}: benchmark results were expected, but a part is bad: {error}.") from error
 
-    for module in (latency, quality_table, measurements):
-        if isinstance(data, dict) and data.get("kind") == module.KIND:
-            return module.from_dict(data, path.name)
-    return from_dict(data, path.name)
+
+def folders() -> Iterable[Path]:
+    """Where recorded runs are looked for: your own in `results` beside the notebooks, then those of the package."""
+    return (Path("results"), Path("notebooks", "results"), PACKAGE.parent / "notebooks" / "results", RECORDED)
 
 
-def load_recorded(name: str) -> Results:
-    """A run that is kept with the project, by its name: `load_recorded("h200_ladder")` reads results/h200_ladder.json.
-
-    Looked for beside the notebooks, wherever the caller stands: ./results, ./notebooks/results, and the same folder
-    next to this package.
-    """
-    folders = [Path("results"), Path("notebooks", "results"), PACKAGE.parent / "notebooks" / "results"]
-    for folder in folders:
+def load_recorded(name: str) -> Result:
+    """A run that is kept with the package, or with your notebooks, by its name: `load_recorded("cpu_course")`."""
+    for folder in folders():
         if (folder / f"{name}.json").is_file():
             return load(folder / f"{name}.json")
-    known = sorted({file.stem for folder in folders if folder.is_dir() for file in folder.glob("*.json")})
-    possible = f"there are {one_of(known)}" if known else "there are none yet"
-    raise InvalidParameter(f"The recorded run {name!r} was asked for; in notebooks/results {possible}.")
+    known = sorted({file.stem for folder in folders() if folder.is_dir() for file in folder.glob("*.json")})
+    raise InvalidParameter(f"The recorded run {name!r} was asked for; there are {one_of(known)}.")

@@ -17,7 +17,7 @@ from ..errors import BadEnvironment, InvalidParameter, UnsupportedModel, one_of
 
 if TYPE_CHECKING:
     from ..models.load import LanguageModel
-    from .results import Comparison
+    from .results import Result
     from .workloads import Workload
 
 
@@ -57,9 +57,6 @@ def _named(target: str) -> Callable[..., Any]:
 
 
 INT8 = "bench.cheaper:int8"
-# What the ladder is measured on: unequal lengths, more requests than run at once, and short enough for the naive loop.
-UNEQUAL = {"n": 8, "prompt": (16, 48), "output": (4, 20)}
-RUNNING = 4
 
 
 def _llm_engine(
@@ -104,24 +101,27 @@ def make_engine(name: str, lm: LanguageModel, **options: Any) -> Any:
 
 def ladder(
     lm: LanguageModel | None = None,
-    engines: Sequence[str] | None = None,
+    engines: Sequence[str | Any | tuple[str, Any]] | None = None,
     workload: Workload | None = None,
     *,
     max_running: int | None = None,
     max_model_len: int | None = None,
-    repeats: int = 3,
-    short_warm_up: bool = False,
+    repeats: int | None = None,
+    seconds: float | None = None,
+    once: Collection[str] = ("naive",),
     memory: bool | Collection[str] = False,
-    progress: bool = False,
+    progress: bool = True,
     show: bool = True,
-) -> Comparison:
+) -> Result:
     """Measure the baselines and every engine of the package so far on one workload, and draw the table.
 
-    lm: None loads the default model. engines: names or labels of the registry; None takes all rows of the ladder.
-    workload: None is that of the last chapter's comparison: eight requests of unequal lengths, four of them at once.
-    max_running: requests that those engines run at once which can run several; None, with a workload of your own, takes
-    their defaults. max_model_len: the limit that all are made with, and that slots are as long as; None takes their
-    default, or what the longest request needs. The rest is as in `compare`.
+    lm: None loads the default model. engines: names or labels of the registry, engines, or pairs of a label and an
+    engine, your own for instance; None takes all rows of the ladder. workload: None is the course workload, with four
+    requests at once. max_running: requests that the engines of the registry run at once which can run several; None,
+    with a workload of your own, takes their defaults. max_model_len: the limit that all are made with, and that slots
+    are as long as; None takes what the longest request of the course workload needs, else their default, or what the
+    longest needs. once: the naive row runs once, since it alone takes as long as all others. The rest is as in
+    `compare`.
 
     An engine that refuses this model, or that the installed libraries cannot run, is left out, with a note that says
     why. Engines over the same other weights share one copy of the model. Raises what `compare` and `load_model` do.
@@ -129,19 +129,23 @@ def ladder(
     from ..generation.prompts import DEFAULT_MAX_MODEL_LEN
     from ..models.load import load_model
     from .comparison import checked_repeats, compare
-    from .workloads import mixed_lengths
+    from .workloads import RUNNING, course
 
     checked_repeats(repeats)  # before engines are made in vain
-    rungs = [find(name) for name in engines] if engines else [rung for rung in RUNGS if rung.in_ladder]
+    wanted = [find(e) if isinstance(e, str) else e for e in engines or [r.name for r in RUNGS if r.in_ladder]]
     lm = lm or load_model()
-    if workload is None:
-        workload, max_running = mixed_lengths(lm, **UNEQUAL), max_running or RUNNING
+    is_course = workload is None
+    workload = workload or course(lm)
     longest = max(p + params.max_tokens for p, params in zip(workload.prompt_lens, workload.params, strict=True))
-    length = longest if max_model_len is None and longest > DEFAULT_MAX_MODEL_LEN else max_model_len
+    length = max_model_len or (longest if is_course or longest > DEFAULT_MAX_MODEL_LEN else None)
+    at_once = max_running or (RUNNING if is_course else None)
     models: dict[str, LanguageModel] = {}  # by what made their weights
     made, refused = [], []
-    for rung in rungs:
-        options = {"max_model_len": length} | ({rung.limit: max_running} if rung.limit and max_running else {})
+    for rung in wanted:
+        if not isinstance(rung, Rung):
+            made.append(rung)
+            continue
+        options = {"max_model_len": length} | ({rung.limit: at_once} if rung.limit and at_once else {})
         try:
             engine = rung.make(models.get(rung.weights, lm), **options)
         except (UnsupportedModel, BadEnvironment) as error:
@@ -151,7 +155,8 @@ def ladder(
         models.setdefault(rung.weights, engine.lm)
     if not made:
         raise UnsupportedModel(" ".join(refused))
+    labels = {each[0] if isinstance(each, tuple) else getattr(each, "name", "") for each in made}
     return compare(
-        *made, workload=workload, repeats=repeats, short_warm_up=short_warm_up, memory=memory, notes=refused,
-        progress=progress, show=show,
+        *made, workload=workload, repeats=repeats, seconds=seconds, once=labels & set(once), memory=memory,
+        notes=refused, progress=progress, show=show,
     )  # fmt: skip

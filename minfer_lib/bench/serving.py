@@ -25,8 +25,9 @@ from ..errors import InvalidParameter
 from ..generation.request import RequestOutput
 from .arrivals import all_at_once
 from .machine import synchronize
-from .metrics import RunMetrics, measure
-from .usage import computed_tokens, padding_share
+from .metrics import Run, measure
+from .usage import Counting
+from .watch import Watch
 from .workloads import Workload
 
 
@@ -41,14 +42,14 @@ class Served:
 
     engine: str
     outputs: list[RequestOutput] = field(repr=False)
-    metrics: RunMetrics
+    metrics: Run
     began: float
     steps: list[StepTrace] = field(default_factory=list, repr=False)
 
     @property
     def requests_per_s(self) -> float:
         """Requests that were answered in full, by the seconds from time zero to the last answer."""
-        return (self.metrics.requests - self.metrics.failed) / self.metrics.wall_s if self.metrics.wall_s > 0 else 0.0
+        return self.metrics.requests_per_s
 
 
 def serve(
@@ -73,9 +74,10 @@ def serve(
         raise InvalidParameter("A served request has one answer, and n > 1 was asked for. Repeat the prompt instead.")
     order = sorted(range(len(workload.prompts)), key=lambda i: workload.arrivals[i])  # stable: equal ones as they stand
     clock = getattr(engine, "clock", time.perf_counter)
-    traced, counted = len(getattr(engine, "steps", ())), computed_tokens(engine)
+    traced, counting = len(getattr(engine, "steps", ())), Counting(engine)
     gc.collect()  # now rather than in the middle of the run
     synchronize(engine.lm.device)
+    watch = Watch()
     if hasattr(engine, "add_request"):
         outputs, began = _by_steps(engine, workload, order, clock, sleep)
     elif hasattr(engine, "serve_arrivals"):
@@ -87,22 +89,14 @@ def serve(
     for out, moment in zip(outputs, workload.arrivals, strict=True):
         out.metrics.arrival = began + moment
     ended = max(out.metrics.finished for out in outputs)
-    padding = None if counted is None else padding_share(computed_tokens(engine) - counted, outputs)
+    disturbance = watch.seen()
     return Served(
         engine.name,
         outputs,
-        measure(outputs, ended - began, padding),
+        measure(outputs, ended - began, disturbance=disturbance, **counting.since(outputs)),
         began,
         list(getattr(engine, "steps", ()))[traced:],
     )
-
-
-def capacity(engine: Any, workload: Workload) -> float:
-    """Requests a second that a system completes when it never has to wait for one: all are there at the start.
-
-    What "70 % of its own capacity" refers to. At that rate and above, queues grow for as long as requests come.
-    """
-    return serve(engine, workload, all_at_once(len(workload.prompts))).requests_per_s
 
 
 Driven = tuple[list[RequestOutput], float]  # outputs in the workload's order, and time zero

@@ -11,7 +11,6 @@ their number matters.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidParameter
+from ..errors import InvalidParameter, must_be
 from ..generation.params import SamplingParams
 from .settings import fast_mode, shorten
 
@@ -29,6 +28,9 @@ if TYPE_CHECKING:
 TEXTS = Path(__file__).parent / "texts"
 BOOK = "alice_in_wonderland"  # its header says author, year and why it is in the public domain
 END_OF_HEADER = "=====\n"
+COURSE_PROMPTS = (9, 22, 32, 13, 26, 8, 17, 30, 11, 24, 15, 19)  # tokens
+COURSE_OUTPUTS = (4, 8, 36, 3, 6, 8, 5, 4, 7, 3, 8, 6)
+RUNNING = 4  # of these at once
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Workload:
 
     def arriving(self, arrivals: Sequence[float] | None) -> Workload:
         """The same requests, which come at these seconds from the start; `serve` hands them in then."""
+        if arrivals is not None and (isinstance(arrivals, str) or not hasattr(arrivals, "__len__")):
+            raise must_be("arrivals", "a list of seconds, one for each request", arrivals)
         return replace(self, arrivals=None if arrivals is None else tuple(arrivals))
 
     def record(self) -> dict[str, Any]:
@@ -94,6 +98,16 @@ def check_arrivals(arrivals: Sequence[float], requests: int) -> None:
             )
 
 
+def course(lm: LanguageModel) -> Workload:
+    """The course workload, which every chapter closes on: twelve requests, of which the third is far longer than the
+    others, and which are meant to run four at a time (`RUNNING`).
+
+    The long one makes a padded batch wait and a slot stand nearly empty; all are short enough for the naive loop on two
+    cores. Fast mode does not shorten it.
+    """
+    return _workload(lm, "course", list(COURSE_PROMPTS), list(COURSE_OUTPUTS))
+
+
 def fixed_lengths(lm: LanguageModel, batch: int = 4, prompt_len: int = 64, output_len: int = 64) -> Workload:
     """`batch` prompts of `prompt_len` tokens, all there from the start, and `output_len` tokens for each."""
     prompt_len, output_len = shorten(prompt_len), shorten(output_len)
@@ -110,28 +124,6 @@ def mixed_lengths(
     """`n` requests whose prompt and output lengths are drawn evenly from the two ranges (both ends included)."""
     prompt_lens, output_lens = _drawn(n, prompt, output, seed)
     return _workload(lm, f"mixed {n} requests, seed {seed}", prompt_lens, output_lens)
-
-
-def shared_prefix(
-    lm: LanguageModel,
-    n: int = 8,
-    shared: int = 512,
-    own: tuple[int, int] = (16, 64),
-    output: tuple[int, int] = (16, 64),
-    seed: int = 0,
-) -> Workload:
-    """`n` requests that begin with the same `shared` tokens, as with one system prompt, and go on each in its own way.
-
-    own, output: ranges that the lengths of the rest of the prompts and of the answers are drawn from.
-    """
-    shared = shorten(shared)
-    own_lens, output_lens = _drawn(n, own, output, seed)
-    name = f"{n} requests with {shared} tokens in common, seed {seed}"
-    made = _workload(lm, name, [shared + length for length in own_lens], output_lens)
-    text = prompts_of(lm, [shared + sum(own_lens)])[0]
-    ends = list(itertools.accumulate(own_lens, initial=shared))
-    prompts = [text[:shared] + text[begin:end] for begin, end in itertools.pairwise(ends)]
-    return replace(made, prompts=prompts, description=f"{made.description}, of each prompt the first {shared} shared")
 
 
 def nano_vllm(vocab: int, seed: int = 0, n: int = 256) -> Workload:

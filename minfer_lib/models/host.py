@@ -54,6 +54,16 @@ def cpu_quota() -> float | None:
     return min(quotas, default=None)
 
 
+def cpu_throttled_s() -> float:
+    """Seconds in which a container's quota stopped its processes, since it was made; 0 where nothing is counted."""
+    longest = 0.0
+    for folder in _control_groups("cpu"):
+        counters = dict(line.split(" ", 1) for line in _read(folder / "cpu.stat").splitlines() if " " in line)
+        microseconds = counters.get("throttled_usec") or int(counters.get("throttled_time") or 0) // 1000
+        longest = max(longest, int(microseconds) / 1e6)
+    return longest
+
+
 def describe_threads(threads: int) -> str:
     """So many threads beside the CPUs that they may have, with a warning if there are more: a quota stops them all."""
     cpus, quota = cpus_allowed(), cpu_quota()

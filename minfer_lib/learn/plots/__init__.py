@@ -15,7 +15,7 @@ from .comparison import latency_spread, memory_of_engines, throughput_ladder
 from .gains import gains_and_costs, step_factors
 from .lanes import timeline_states, what_happens
 from .life import request_life
-from .load import latency_curves, occupancy, running_requests, step_composition
+from .load import step_composition
 from .memory import kv_growth, memory_stack, roofline
 from .numbers import matrix_steps, quantization_grid
 from .precision import bytes_moved, memory_budget, step_times_by_batch, ways_timed
@@ -48,14 +48,12 @@ __all__ = [
     "iteration_timeline",
     "kv_growth",
     "kv_waste",
-    "latency_curves",
     "latency_spread",
     "matrix_steps",
     "memory_budget",
     "memory_of_engines",
     "memory_stack",
     "merged_softmax",
-    "occupancy",
     "packed_row",
     "prefill_decode_timeline",
     "quality_map",
@@ -63,7 +61,6 @@ __all__ = [
     "recomputed_keys",
     "request_life",
     "roofline",
-    "running_requests",
     "slots_map",
     "smoothing_effect",
     "static_batch_waste",

@@ -49,36 +49,39 @@ def named_rows(ax: Any, names: Sequence[str]) -> None:
 
 @drawing
 def throughput_ladder(comparison: Any, *, base: str | None = None, title: str | None = None) -> Picture:
-    """Output tokens/s of each row, with its ratio to the row `base` (None: the first one)."""
+    """Output tokens/s of each row with the spread of its runs, and its ratio to the row `base` (None: the first one).
+
+    Where the runs of two rows overlap there is no ratio: what lies inside the spread is no difference.
+    """
     rows = [row for row in _measured(comparison) if row.tokens_per_s]
     names = [row.engine for row in rows]
     if base is not None and base not in names:
         raise InvalidParameter(f"base={base!r} is no row here. There are {', '.join(names)}.")
     reference = rows[0 if base is None else names.index(base)]
     figure, ax = canvas(7.0, 1.0 + 0.32 * len(rows))
-    most = max(row.tokens_per_s for row in rows)
+    most = max(row.spread()[1] for row in rows)
     for at, row in enumerate(rows):
-        low, high = row.tokens_per_s_range or (row.tokens_per_s,) * 2
+        low, high = row.spread()
         ax.barh(at, row.tokens_per_s, height=0.64, **bar_style(row.engine))
-        if high > low:
-            ax.plot([low, high], [at, at], color=INK, linewidth=1.2, solid_capstyle="butt")
-        ratio = row.tokens_per_s / reference.tokens_per_s
+        ax.plot([low, low, low, high, high, high], [at - 0.15, at + 0.15, at, at, at - 0.15, at + 0.15],
+                color=INK, linewidth=1.1, solid_capstyle="butt", visible=high > low)  # fmt: skip
         text = f"{row.tokens_per_s:,.3g}" if row.tokens_per_s < 1000 else f"{row.tokens_per_s:,.0f}"
-        end = max(row.tokens_per_s, high) + 0.015 * most
-        ax.text(end, at, text, va="center", size=9.5, weight="bold" if row.tokens_per_s == most else "normal")
-        ax.text(1.2 * most, at, f"{ratio:.2f}×", va="center", ha="right", size=9.5, color=SOFT_INK)
-    ax.set_xlim(0, 1.22 * most)
+        text += "" if len(row.counted) > 1 else "  (one run)"
+        ax.text(high + 0.015 * most, at, text, va="center", size=9.5)
+        ratio = comparison.compared(row.engine, reference.engine).replace("x", "×")
+        ax.text(1.36 * most, at, ratio, va="center", ha="right", size=9.5, color=SOFT_INK)
+    ax.set_xlim(0, 1.37 * most)
     ax.set_xticks([])
     named_rows(ax, names)
     quiet(ax, spines=("left",))
-    ax.set_xlabel(f"output tokens/s; on the right: times {reference.engine}", color=SOFT_INK, size=9)
+    ax.set_xlabel(f"output tokens/s, median and spread of the runs; on the right: times {reference.engine}", size=9,
+                  color=SOFT_INK)  # fmt: skip
     best = max(rows, key=lambda row: row.tokens_per_s)
-    if best is reference:
+    if best is reference or not comparison.differs(best.engine, reference.engine):
         caption = f"No row is faster than {reference.engine}"
     else:
-        caption = (
-            f"{best.engine}: {best.tokens_per_s / reference.tokens_per_s:.1f} times the tokens/s of {reference.engine}"
-        )
+        gain = best.tokens_per_s / reference.tokens_per_s
+        caption = f"{best.engine}: {gain:.1f} times the tokens/s of {reference.engine}"
     headline(figure, title or caption)
     figure.alt = "throughput: " + "; ".join(f"{row.engine} {row.tokens_per_s:.3g} tokens/s" for row in rows)
     return figure
@@ -86,22 +89,25 @@ def throughput_ladder(comparison: Any, *, base: str | None = None, title: str | 
 
 @drawing
 def latency_spread(comparison: Any, *, title: str | None = None) -> Picture:
-    """TTFT and TPOT of each row from the median (the row's mark) to the 95th percentile (a bar's end), logarithmic."""
-    rows = [row for row in _measured(comparison) if row.metrics is not None and row.ttft_ms]
+    """TTFT and TPOT of each row, logarithmic: a dot for each request of the middle run, a line at their median."""
+    rows = [row for row in _measured(comparison) if row.ttft_ms]
     if not rows:
         raise InvalidParameter("There is nothing to draw: no row has times to the first token.")
     figure, axes = canvas(8.0, 1.25 + 0.3 * len(rows), columns=2, sharey=True)
     for ax, name, heading in zip(axes, ("ttft", "tpot"), ("time to first token", "time per later token"), strict=True):
-        pairs = [(getattr(row.metrics, f"{name}_ms"), getattr(row.metrics, f"{name}_p95_ms")) for row in rows]
-        known = [value for pair in pairs if None not in pair for value in pair]
-        for at, (row, (middle, tail)) in enumerate(zip(rows, pairs, strict=True)):
-            if middle is None or tail is None:
+        known = []
+        for at, row in enumerate(rows):
+            middle = sorted(row.counted, key=lambda run: run.wall_s)[len(row.counted) // 2]
+            times = [value for value in getattr(middle, name) if value is not None]
+            if not times:
                 continue
+            known += times
             style = line_style(row.engine)
-            ax.plot([middle, tail], [at, at], color=style["color"], linewidth=2.4)
-            ax.plot([tail], [at], marker="|", markersize=11, markeredgewidth=2.2, color=style["color"])
-            ax.plot([middle], [at], **(style | {"markersize": 7}))
-            ax.annotate(_ms(tail), (tail, at), xytext=(7, 0), textcoords="offset points", va="center", size=8.5)
+            ax.plot(times, [at] * len(times), "o", markersize=5, alpha=0.55, color=style["color"], markeredgewidth=0)
+            median = getattr(middle, f"{name}_ms")
+            ax.plot([median], [at], marker="|", markersize=15, markeredgewidth=2.0, color=INK)
+            ax.annotate(_ms(max(times)), (max(times), at), xytext=(6, 0), textcoords="offset points", va="center",
+                        size=8.5)  # fmt: skip
         ax.set_xscale("log")
         ax.set_xlim(min(known) / 1.4, max(known) * (max(known) / min(known)) ** 0.28 * 1.15)
         ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
@@ -112,13 +118,13 @@ def latency_spread(comparison: Any, *, title: str | None = None) -> Picture:
         ax.set_title(heading, size=10)
         quiet(ax, grid="x", spines=())
     named_rows(axes[0], [row.engine for row in rows])
-    waits = [row for row in rows if row.metrics.ttft_p95_ms]
-    least = min(waits, key=lambda row: row.metrics.ttft_p95_ms)
-    caption = f"Shortest wait for 19 of 20 requests: {least.engine}, {_ms(least.metrics.ttft_p95_ms)}"
+    longest = {row.engine: max(value for value in row.median("ttft") if value is not None) for row in rows}
+    least = min(longest, key=longest.__getitem__)
+    caption = f"Whoever waited longest had their first token soonest with {least}: {_ms(longest[least])}"
     headline(figure, title or caption)
-    figure.supxlabel("mark: median over the requests; end and number: 95th percentile", size=9, color=SOFT_INK)
+    figure.supxlabel("a dot for each request; line: their median; number: the slowest", size=9, color=SOFT_INK)
     figure.alt = f"{caption}; " + "; ".join(
-        f"{row.engine} TTFT {row.ttft_ms:.3g} to {row.metrics.ttft_p95_ms:.3g} ms" for row in rows
+        f"{row.engine} TTFT {row.ttft_ms:.3g} ms, at most {longest[row.engine]:.3g} ms" for row in rows
     )
     return figure
 

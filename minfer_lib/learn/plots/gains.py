@@ -16,24 +16,33 @@ from ...errors import InvalidParameter
 from ..style import ALERT, INK, SOFT_INK, UNUSED, Picture, canvas, colour_of, drawing, engine_family, headline, quiet
 from .comparison import named_rows
 
-MARKS = (("tokens/s", "o"), ("TTFT p95", "s"), ("TPOT", "^"), ("cache held", "D"), ("weights", "v"))
+MARKS = (("tokens/s", "o"), ("TTFT", "s"), ("TPOT", "^"), ("cache held", "D"), ("weights", "v"))
 
 
 def step_factors(comparison: Any, before: str, after: str) -> dict[str, float]:
     """What going from one row to another changed, each as a factor that is over 1 where it got better.
 
-    tokens/s: more is better; TTFT p95, TPOT (median), cache held by requests, weights: less is better. What one of the
-    rows does not know is left out.
+    tokens/s: more is better; TTFT, TPOT, cache held by requests, weights: less is better. What one of the rows does not
+    know is left out, and so is a time whose runs overlap: that is no difference.
     """
     first, second = comparison.row(before), comparison.row(after)
     pairs = {
-        "tokens/s": (second.tokens_per_s, first.tokens_per_s),
-        "TTFT p95": (first.metrics.ttft_p95_ms, second.metrics.ttft_p95_ms),
-        "TPOT": (first.tpot_ms, second.tpot_ms),
+        name: (getattr(one, figure), getattr(other, figure))
+        for name, figure, one, other in (
+            ("tokens/s", "tokens_per_s", second, first),
+            ("TTFT", "ttft_ms", first, second),
+            ("TPOT", "tpot_ms", first, second),
+        )
+        if _apart(first.spread(figure), second.spread(figure))
+    } | {
         "cache held": (first.kv_held, second.kv_held),
         "weights": (first.weight_bytes, second.weight_bytes),
     }
     return {name: a / b for name, (a, b) in pairs.items() if a and b}
+
+
+def _apart(one: tuple[float, float] | None, other: tuple[float, float] | None) -> bool:
+    return one is not None and other is not None and (one[0] > other[1] or other[0] > one[1])
 
 
 @drawing
