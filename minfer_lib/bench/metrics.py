@@ -78,7 +78,7 @@ class Run:
 
     @property
     def ttft_p95_ms(self) -> float | None:
-        return percentile(self.ttft, 95)
+        return _tail(self.ttft)
 
     @property
     def tpot_ms(self) -> float | None:
@@ -86,7 +86,7 @@ class Run:
 
     @property
     def tpot_p95_ms(self) -> float | None:
-        return percentile(self.tpot, 95)
+        return _tail(self.tpot)
 
     @property
     def e2e_ms(self) -> float | None:
@@ -94,7 +94,7 @@ class Run:
 
     @property
     def e2e_p95_ms(self) -> float | None:
-        return percentile(self.e2e, 95)
+        return _tail(self.e2e)
 
     @property
     def queue_ms(self) -> float | None:
@@ -102,7 +102,7 @@ class Run:
 
     @property
     def queue_p95_ms(self) -> float | None:
-        return percentile(self.queue, 95)
+        return _tail(self.queue)
 
     def goodput(self, ttft_ms: float, tpot_ms: float) -> float:
         """Requests per second whose TTFT and TPOT stayed within these limits. One of a single token has no TPOT."""
@@ -158,14 +158,14 @@ def _ms(seconds: Sequence[float | None]) -> Milliseconds:
 
 
 def percentile(values: Sequence[float | None], percent: float) -> float | None:
-    """The value below which so many per cent of the known ones lie, interpolated between neighbours.
-
-    None of none, and for anything but the median of fewer than `ENOUGH`.
-    """
+    """The value below which so many per cent of the known ones lie, interpolated between neighbours; None of none."""
     known = [value for value in values if value is not None]
-    if not known or (percent != 50 and len(known) < ENOUGH):
-        return None
-    return float(np.percentile(known, percent))
+    return float(np.percentile(known, percent)) if known else None
+
+
+def _tail(values: Sequence[float | None]) -> float | None:
+    """The 95th percentile, where there are requests enough to have one."""
+    return percentile(values, 95) if sum(value is not None for value in values) >= ENOUGH else None
 
 
 def mean_concurrency(spans: Sequence[tuple[float, float]]) -> float:

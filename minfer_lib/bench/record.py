@@ -1,0 +1,123 @@
+"""How the recorded runs were made: `python -m minfer_lib.bench.record NAME...` makes them again, on your machine.
+
+Invariant: a recorded run comes from a function in this file and from a clean commit, so that it can be tied to the code
+that made it and made again. A tree with changes is refused. Runs named cpu_... belong on a CPU, h200_... on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from ..engine.llm_engine import LLMEngine
+from ..engine.serial import CachedEngine
+from ..errors import BadEnvironment, MinferError, one_of
+from ..models.load import LanguageModel, load_model
+from . import cheaper, machine
+from .baselines import HFSerial, HFStaticBatch
+from .results import RECORDED, Result
+from .rungs import ladder
+from .sweeps import frontier, latency_curve
+from .workloads import fixed_lengths, mixed_lengths
+
+SHAPE = "shape:qwen2.5-7b"
+
+
+def cpu_course() -> Result:
+    """Every engine of the course on the course workload."""
+    return ladder(load_model(device="cpu", dtype="float32"), show=False)
+
+
+def cpu_frontier() -> Result:
+    """Tokens/s of all against those of one user, from 1 request at once to 32."""
+    lm = load_model(device="cpu", dtype="float32")
+    return frontier(_frontier_engines(lm))
+
+
+def cpu_arrivals() -> Result:
+    """Requests that come over time, at rates from far below to beyond what each engine can take."""
+    lm = load_model(device="cpu", dtype="float32")
+    work = mixed_lengths(lm, n=24, prompt=(16, 48), output=(8, 32), seed=3)
+    engines = [
+        ("HF padded batch", HFStaticBatch(lm, batch_size=8)),
+        ("slots", LLMEngine(lm, max_num_seqs=8, max_model_len=96, backend="torch")),
+    ]
+    return latency_curve(engines, work, [0.5, 1, 1.5, 2, 3, 4])
+
+
+def h200_ladder(batch: int) -> Result:
+    """The first article's table: prompts of 15 tokens, 128 new tokens, a 7B model in bfloat16."""
+    lm = load_model(SHAPE, device="cuda", dtype="bfloat16")
+    return ladder(
+        lm, workload=fixed_lengths(lm, batch, 15, 128), max_running=batch, max_model_len=2048, seconds=60, show=False
+    )
+
+
+def h200_frontier() -> Result:
+    """The same as `cpu_frontier` for a 7B model."""
+    lm = load_model(SHAPE, device="cuda", dtype="bfloat16")
+    return frontier(_frontier_engines(lm), prompt_len=15, output_len=64)
+
+
+def _frontier_engines(lm: LanguageModel) -> list[tuple[str, object]]:
+    limits = {"max_num_seqs": 32, "max_model_len": 128, "backend": "torch"}
+    return [
+        ("HF generate", HFSerial(lm)),
+        ("HF padded batch", HFStaticBatch(lm, batch_size=32)),
+        ("cached", CachedEngine(lm)),
+        ("slots", LLMEngine(lm, **limits)),
+        ("paged", LLMEngine(lm, kv_cache="paged", enable_prefix_caching=False, **limits)),
+        ("paged + int8", LLMEngine(cheaper.int8(lm), kv_cache="paged", enable_prefix_caching=False, **limits)),
+    ]
+
+
+RECIPES: dict[str, Callable[[], Result]] = {
+    "cpu_course": cpu_course,
+    "cpu_frontier": cpu_frontier,
+    "cpu_arrivals": cpu_arrivals,
+    **{f"h200_ladder_batch{batch}": (lambda batch=batch: h200_ladder(batch)) for batch in (1, 4, 8)},
+    "h200_frontier": h200_frontier,
+}
+
+
+def record(name: str, folder: Path = RECORDED) -> Path:
+    """Makes one run and writes it to `folder`. Raises `BadEnvironment` where its figures could not be trusted later:
+    from a tree with changes or without a commit, or on the wrong kind of machine."""
+    commit = machine.commit()
+    if commit is None or commit.endswith("-dirty"):
+        raise BadEnvironment(
+            f"{name} was to be recorded from {commit or 'no commit'}, which does not tell what code was run. "
+            "Commit first, so that the figures can be tied to the code that made them."
+        )
+    if name.startswith("h200") and not torch.cuda.is_available():
+        raise BadEnvironment(f"{name} needs an NVIDIA GPU, and there is none.")
+    result = RECIPES[name]()
+    if machine.commit() != commit:
+        raise BadEnvironment(f"The code changed while {name} was measured. Record it again.")
+    path = result.save(folder / f"{name}.json")
+    print(result)
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m minfer_lib.bench.record", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="+", metavar="NAME", help=", ".join(RECIPES))
+    parser.add_argument("--folder", type=Path, default=RECORDED, help="where to write (default: the package's own)")
+    args = parser.parse_args(arguments)
+    if unknown := [name for name in args.names if name not in RECIPES]:
+        parser.error(f"there is no run {unknown[0]!r}; there are {one_of(list(RECIPES))}")
+    for name in args.names:
+        try:
+            record(name, args.folder)
+        except MinferError as error:
+            print(error, file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
