@@ -23,7 +23,9 @@ def reported(
     if not source.strip():
         raise InvalidParameter(f"Reported figures of {engine!r} need a source: who measured them, on which hardware.")
     peak = None if peak_gb is None else round(peak_gb * 1e9)
-    return Row(engine, "reported", source, ttft_ms=ttft_ms, tpot_ms=tpot_ms, tokens_per_s=tokens_per_s, peak_bytes=peak)
+    told = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "tokens_per_s": tokens_per_s}
+    told = {name: value for name, value in told.items() if value is not None}
+    return Row(engine, kind="reported", source=source, told=told, peak_bytes=peak)
 
 
 _MINI_INFER = (
