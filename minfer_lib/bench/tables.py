@@ -195,7 +195,7 @@ def cells_frame(result: Result, title: str | None = None) -> pd.DataFrame:
 def written(result: Result, all: bool = False) -> list[pd.DataFrame]:
     """The tables of a result with every cell as text."""
     if result.kind == "table":
-        return [cells_frame(result, title).map(number) for title in titles(result)]
+        return [_headed(cells_frame(result, title).map(number)) for title in titles(result)]
     data = {
         column.heading: ["" if (v := column.value(row)) is None or v == "" else column.write(v) for row in result.rows]
         for column in columns(result, all)
@@ -206,7 +206,13 @@ def written(result: Result, all: bool = False) -> list[pd.DataFrame]:
         table.index = pd.MultiIndex.from_tuples(
             [(n, f"{x:g}") for n, x in zip(names, xs, strict=True)], names=table.index.names
         )
-    return [table]
+        return [table]
+    return [_headed(table)]
+
+
+def _headed(table: pd.DataFrame) -> pd.DataFrame:
+    """The name of the index beside the headings rather than in a line of its own."""
+    return table.rename_axis(index=None, columns=table.index.name)
 
 
 def footnotes(result: Result) -> list[str]:
