@@ -9,6 +9,7 @@ from pathlib import Path
 import families
 import pytest
 import torch
+from engines import alone
 from families import NEW_TOKENS, PROMPTS, WINDOW, hf_generate
 
 from minfer_lib import CachedEngine, LanguageModel, LLMEngine, NaiveEngine, SamplingParams, load_model
@@ -42,14 +43,9 @@ OTHERS: dict[str, Callable[..., Engine]] = {
 ENGINES = SERIAL | PACKED
 Family = Callable[[str], LanguageModel]
 
-_oracles: dict[tuple, list[list[int]]] = {}
-
 
 def oracle(lm: LanguageModel, eos_ids: frozenset[int] = frozenset()) -> list[list[int]]:
-    key = (lm.name, eos_ids)
-    if key not in _oracles:
-        _oracles[key] = [hf_generate(lm, prompt, NEW_TOKENS, eos_ids) for prompt in PROMPTS]
-    return _oracles[key]
+    return [alone(lm, prompt, NEW_TOKENS, eos_ids) for prompt in PROMPTS]
 
 
 def greedy(**others: object) -> SamplingParams:
@@ -183,7 +179,7 @@ def test_a_packed_row_refuses_positions_that_depend_on_the_longest_request(tiny:
     model = copy.deepcopy(tiny.model)
     model.config.rope_parameters = dict(model.config.rope_parameters, rope_type="dynamic", factor=2.0)
     with pytest.raises(UnsupportedModel, match="dynamic"):
-        LLMEngine(dataclasses.replace(tiny, model=model))
+        LLMEngine(LanguageModel.of(model, None, "dynamic"))
 
 
 @pytest.mark.parametrize("name", ["mamba", "qwen3_next", "falcon_h1", "lfm2", "rwkv"])
@@ -221,7 +217,7 @@ def test_smollm2(smollm2: LanguageModel, kind: str):
     short = 6 if kind == "naive" else 16
     prompts = [smollm2.chat_ids("What is the capital of France?"), smollm2.encode("The three primary colours are")]
     outputs = ENGINES[kind](smollm2).generate(prompts, SamplingParams(max_tokens=short))
-    assert tokens(outputs) == [hf_generate(smollm2, prompt, short, smollm2.eos_ids) for prompt in prompts]
+    assert tokens(outputs) == [alone(smollm2, prompt, 16, smollm2.eos_ids)[:short] for prompt in prompts]
     assert "Paris" in outputs[0].text or kind == "naive"
     if kind != "naive":
         assert outputs[0].finish_reason == "stop" and outputs[0].token_ids[-1] in smollm2.eos_ids

@@ -20,8 +20,9 @@ DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRE
 if not HERE:
 
     def test_interpreted_in_a_process_of_its_own():
+        options = ["-q", "-p", "no:cacheprovider", "-p", "no:nbval"]
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).resolve())],
+            [sys.executable, "-m", "pytest", *options, str(Path(__file__).resolve())],
             env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
             cwd=Path(__file__).resolve().parents[1],
             capture_output=True,

@@ -241,8 +241,8 @@ def test_smollm2(smollm2: LanguageModel, make: Make):
     engine.add_request(prompts[1], SamplingParams(max_tokens=8))
     for piece in stream:
         said += piece.token_ids
-    assert said == hf_generate(smollm2, prompts[0], 12, smollm2.eos_ids)
-    assert tokens(run(engine)) == [hf_generate(smollm2, prompts[1], 8, smollm2.eos_ids)]
+    assert said == alone(smollm2, prompts[0], 12, smollm2.eos_ids)
+    assert tokens(run(engine)) == [alone(smollm2, prompts[1], 8, smollm2.eos_ids)]
 
 
 def test_inside_and_outside_of_inference_mode(tiny: LanguageModel, make: Make):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -84,11 +85,11 @@ def some_pages(count: int, size: int) -> PagedKVCache:
 
 
 def engine_of(lm: LanguageModel, cache: Cache, seqs: int, budget: int, clock: Callable[[], float]) -> LLMEngine:
-    engine = LLMEngine(
-        lm, cache, max_model_len=LONGEST, max_num_seqs=seqs, max_num_batched_tokens=budget, clock=clock, trace=True
-    )
+    with mock.patch.object(llm_engine, "ModelRunner", lambda *_: MockRunner(cache)):
+        engine = LLMEngine(
+            lm, cache, max_model_len=LONGEST, max_num_seqs=seqs, max_num_batched_tokens=budget, clock=clock, trace=True
+        )
     engine.scheduler.watermark = 0  # so that there are preemptions
-    engine.runner = MockRunner(cache)
     return engine
 
 
@@ -321,7 +322,12 @@ def said_by(outputs: list) -> dict:
 def at_every_line(act: Callable[[InterruptAt], None], least: int) -> None:
     """Runs `act` again and again, with an interrupt at each line that it runs; there are `least` of them or more."""
     dry = InterruptAt()
-    act(dry)
+    gc.collect()
+    gc.disable()  # else streams that other tests forgot may end here, in lines that nobody runs again
+    try:
+        act(dry)
+    finally:
+        gc.enable()
     assert len(dry.seen) >= least
     lost = {}
     for line, count in dry.seen.items():
