@@ -6,6 +6,7 @@ import os
 # Before transformers is imported: it reads these at import.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["OMP_NUM_THREADS"] = "1"  # models this small only wait for each other's threads, here and in child processes
 os.environ.pop("MINFER_MODEL", None)
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import transformers
 
 from minfer_lib import LanguageModel, load_model
 
-torch.set_num_threads(1)  # models this small only wait for each other's threads
+torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 

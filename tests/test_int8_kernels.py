@@ -1,16 +1,19 @@
 """Every way to multiply with int8 weights, against a float64 reference from the same codes."""
 
+import copy
 import itertools
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from minfer_lib import LanguageModel, NaiveEngine, SamplingParams, describe_int8, quantize_int8
 from minfer_lib.bench.other_int8 import Fbgemm, PackedBF16
 from minfer_lib.errors import InvalidParameter, UnsupportedModel
 from minfer_lib.kernels import compiled
@@ -311,33 +314,32 @@ def test_a_wrong_kernel_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 # -- the compiler -----------------------------------------------------------------------------------------------------
 
-PROGRAM = """
-import torch
-torch.set_num_threads(1)
-from minfer_lib import NaiveEngine, SamplingParams, describe_int8, load_model, quantize_int8
-from minfer_lib.quant.products import why_not
-lm = quantize_int8(load_model("tiny-random", device="cpu"), calibration=[[1, 2, 3]], progress=False)
-output = NaiveEngine(lm).generate([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))[0]
-assert len(output.token_ids) == 3
-print(sorted(describe_int8(lm).kernels))
-print(why_not("compiled"))
-"""
-LOADS = "from minfer_lib.quant.products import why_not\nprint(why_not('compiled'))"
+LOADS = "import torch\nfrom minfer_lib.kernels.compiled import library\nprint(bool(library().int8_linear))"
 needs_compiler = pytest.mark.skipif(why_not("compiled") is not None, reason="no compiler here")
 
 
-def start(tmp_path: Path, program: str, **variables: str) -> subprocess.Popen:
-    environment = {**os.environ, "MINFER_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])} | variables
-    return subprocess.Popen(
-        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+@pytest.fixture()
+def afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has just begun, with an empty cache: nothing is known of compiler and kernels."""
+
+    def forget() -> None:
+        for found in (compiled.library, products._function, choose, why_not):
+            found.cache_clear()
+
+    monkeypatch.setenv("MINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    forget()
+    yield
+    forget()
 
 
-def result(process: subprocess.Popen) -> list[str]:
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err[-2000:]
-    return out.splitlines()
+def kernels_of_a_model(tiny: LanguageModel) -> set[str]:
+    """What runs a small model in int8, which answers."""
+    lm = LanguageModel.of(copy.deepcopy(tiny.model), None, "tiny")
+    lm = quantize_int8(lm, calibration=[[1, 2, 3]], progress=False)
+    output = NaiveEngine(lm).generate([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))[0]
+    assert len(output.token_ids) == 3
+    return set(describe_int8(lm).kernels)
 
 
 def script(path: Path, text: str) -> str:
@@ -366,13 +368,19 @@ def test_why_there_is_no_compiled_kernel(tmp_path: Path, monkeypatch: pytest.Mon
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".partial")]
 
 
-def test_without_a_compiled_kernel_the_model_still_works(tmp_path: Path):
-    kernels, reason = result(start(tmp_path, PROGRAM, MINFER_CC=script(tmp_path / "fails", "exit 1")))
-    assert "compiled" not in kernels and "fails` failed" in reason
+@pytest.mark.usefixtures("afresh")
+def test_without_a_compiled_kernel_the_model_still_works(
+    tiny: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MINFER_CC", script(tmp_path / "fails", "exit 1"))
+    assert "compiled" not in kernels_of_a_model(tiny) and "fails` failed" in why_not("compiled")
 
 
 @needs_compiler
-def test_sums_that_a_compiler_gets_wrong_by_one_are_refused(tmp_path: Path):
+@pytest.mark.usefixtures("afresh")
+def test_sums_that_a_compiler_gets_wrong_by_one_are_refused(
+    tiny: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     wrong = script(
         tmp_path / "off-by-one",
         f"""args=""
@@ -382,14 +390,18 @@ for a in "$@"; do
 done
 exec cc $args""",
     )
-    kernels, reason = result(start(tmp_path, PROGRAM, MINFER_CC=wrong))
-    assert "compiled" not in kernels and reason == "its sums are wrong on this CPU"
+    monkeypatch.setenv("MINFER_CC", wrong)
+    assert "compiled" not in kernels_of_a_model(tiny) and why_not("compiled") == "its sums are wrong on this CPU"
 
 
 @needs_compiler
 def test_two_processes_may_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    running = [start(tmp_path, LOADS) for _ in range(2)]
-    assert [result(process) for process in running] == [["None"], ["None"]]
+    environment = {**os.environ, "MINFER_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(Path(__file__).parents[1])}
+    running = [
+        subprocess.Popen([sys.executable, "-c", LOADS], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [process.communicate(timeout=120)[0] for process in running] == ["True\n", "True\n"]
     kernels = tmp_path / "cache" / "kernels"
     assert {path.suffix for path in kernels.iterdir()} == {".so"}
     key = {path: path.stat().st_ino for path in kernels.iterdir()}
@@ -417,16 +429,19 @@ def test_threads_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @needs_compiler
+@pytest.mark.usefixtures("afresh")
 def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path):
     (tmp_path / "cache").write_text("a file stands where the folder should be")
-    assert result(start(tmp_path, LOADS)) == ["None"]
+    assert why_not("compiled") is None
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]  # nothing is left behind
 
 
 @needs_compiler
-def test_a_full_cache_costs_only_time(tmp_path: Path):
+@pytest.mark.usefixtures("afresh")
+def test_a_full_cache_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     full = 'case "$*" in *cache/kernels*) echo "No space left on device" >&2; exit 1;; esac; exec cc "$@"'
-    assert result(start(tmp_path, LOADS, MINFER_CC=script(tmp_path / "full", full))) == ["None"]
+    monkeypatch.setenv("MINFER_CC", script(tmp_path / "full", full))
+    assert why_not("compiled") is None
     assert not [*(tmp_path / "cache" / "kernels").iterdir()]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "full"]
 
@@ -451,6 +466,7 @@ def test_a_cache_from_which_nothing_may_be_run(tmp_path: Path, monkeypatch: pyte
     temporary.mkdir()
     monkeypatch.setenv("MINFER_CACHE", str(cache))
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setattr(compiled, "TARGETS", compiled.TARGETS[-1:])  # else a dozen ways are tried
     with monkeypatch.context() as patch:
         refuse_below(patch, cache)
         assert compiled.library.__wrapped__().has_threads
@@ -506,6 +522,7 @@ def test_the_cache_is_kept_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @needs_compiler
 def test_compilers_of_several_words_and_without_torchs_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As `ccache cc`, and clang, whose OpenMP needs symbols of a runtime that torch did not load."""
+    assert "thread" not in products.describe_products("cpu")
     monkeypatch.setenv("MINFER_CACHE", str(tmp_path / "cache"))
     ccache = script(tmp_path / "ccache", 'exec "$@"')
     monkeypatch.setenv("MINFER_CC", f"{ccache} cc")
@@ -515,6 +532,5 @@ def test_compilers_of_several_words_and_without_torchs_threads(tmp_path: Path, m
     assert not compiled.library.__wrapped__().has_threads
     monkeypatch.setattr(compiled, "_build", lambda *args: pytest.fail("compiled in vain, at every start"))
     assert not compiled.library.__wrapped__().has_threads
-    assert "thread" not in products.describe_products("cpu")
     monkeypatch.setattr(compiled, "library", compiled.library.__wrapped__)
     assert products.describe_products("cpu").startswith("compiled, weight-only compiled; in one thread")
