@@ -19,7 +19,7 @@ import torch
 from minfer_lib import CachedEngine, quantize_int8
 from minfer_lib import __main__ as cli
 from minfer_lib.bench import provenance
-from minfer_lib.bench.measurements import Measurements
+from minfer_lib.bench.results import Cells, Result
 from minfer_lib.bench.rungs import RUNGS, make_engine
 from minfer_lib.errors import GenerationFailed, MinferError, PromptTooLong
 from minfer_lib.generation.options import SAMPLING, in_options, option
@@ -30,14 +30,6 @@ from minfer_lib.quant import products
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ("--model", "tiny-random", "--device", "cpu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -751,7 +743,7 @@ def test_quality_needs_a_text_and_a_model_as_it_was(lm, run, monkeypatch):
 
 def test_tables_without_a_picture_are_shown_and_not_drawn(run, tmp_path):
     facts = {**provenance("cpu"), "model": "tiny-random"}
-    Measurements({"ms": {"columns": ["bf16"], "rows": {"1 row": [2.5]}}}, facts).save(tmp_path / "t.json")
+    Result("table", [Cells("ms", "1 row", {"bf16": 2.5})], {}, facts).save(tmp_path / "t.json")
     code, out, _ = run("bench", "show", str(tmp_path / "t.json"))
     assert code == 0 and "1 row" in out and "2.50" in out
     code, out, err = run("bench", "show", str(tmp_path / "t.json"), "--svg", str(tmp_path / "t.svg"))
