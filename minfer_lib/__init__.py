@@ -12,8 +12,14 @@ wait for, and what is installed is checked before it is loaded.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+# OpenMP's threads wait by spinning. Where two programs share the cores, each spins while the other should run, and a
+# step takes many times as long. GCC's runtime reads this as torch loads it: a thousand turns, then it sleeps.
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "1000"
 
 if TYPE_CHECKING:  # for editors
     # ruff: noqa: F401
