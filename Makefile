@@ -4,8 +4,9 @@
 # nothing is set up: that environment is used as it is.
 
 PYTHON ?= python3
-# The folder of https://download.pytorch.org/whl to take torch from, e.g. TORCH=cpu; empty: the build that PyPI has.
-TORCH ?=
+# The folder of https://download.pytorch.org/whl to take torch from, e.g. TORCH=cu130, or pypi: the build that PyPI has.
+# On Linux that one brings gigabytes of CUDA, so that without an NVIDIA GPU the default is cpu, where it can be reached.
+TORCH ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nvidia-smi 2>/dev/null),pypi,cpu),pypi)
 PROMPT ?= Why is the sky blue?
 LAB_ARGS ?=
 BENCH_JSON ?= notebooks/results/this_machine.json
@@ -42,7 +43,7 @@ help:
 	@echo "make clean       remove .venv and the caches of tools; notebooks, results and the converted model stay"
 	@echo ""
 	@echo "PYTHON=python3.12   the Python to set .venv up with"
-	@echo "TORCH=cpu           on Linux without a GPU: torch's CPU build, without gigabytes of CUDA (before the first set-up)"
+	@echo "TORCH=cu130         another build of torch than the one for this machine (before the first set-up, or after make clean)"
 	@echo "LAB_ARGS=...        more options for JupyterLab, e.g. LAB_ARGS=\"--no-browser --port 9999\""
 
 lab: $(READY)
@@ -98,6 +99,13 @@ endef
 export CHECK_PYTHON
 GOAL := $(or $(firstword $(MAKECMDGOALS)),lab)
 
+# A build that somebody asked for must be had; the one that we prefer need not.
+ifeq ($(origin TORCH),file)
+TORCH_FAILED = echo "There is no such build of torch to be had here: the one of PyPI is taken."
+else
+TORCH_FAILED = exit 1
+endif
+
 # The stamp holds the folder it was made in: a project that was moved or copied is installed again, where it is now.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 $(STAMP): moved
@@ -113,14 +121,11 @@ $(STAMP): pyproject.toml constraints.txt
 	    "$(PYTHON)" -m venv --clear .venv || exit 1; \
 	fi
 	@.venv/bin/python -c "$$CHECK_PYTHON" "clean $(GOAL)"
-ifneq ($(TORCH),)
-	$(INSTALL) --no-deps --index-url https://download.pytorch.org/whl/$(TORCH) torch
-else
-	@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 \
-	    && ! .venv/bin/python -c "import importlib.metadata as m; m.version('torch')" 2>/dev/null; then \
-	    echo "No NVIDIA GPU seen. 'make $(GOAL) TORCH=cpu' would leave out gigabytes of CUDA (Ctrl-C stops this one)."; \
-	fi
+ifneq ($(TORCH),pypi)
+	$(INSTALL) --no-deps --retries 1 --timeout 10 --index-url https://download.pytorch.org/whl/$(TORCH) torch || $(TORCH_FAILED)
 endif
 	$(INSTALL) -e ".[lab,test]"
 	$(INSTALL_MODEL)
+	@# JupyterLab's question whether it may show news lies over the first chapter.
+	@.venv/bin/jupyter labextension disable --level=sys_prefix "@jupyterlab/apputils-extension:announcements" || true
 	@printf '%s\n' "$(CURDIR)" > $(STAMP)
