@@ -747,7 +747,7 @@ def test_tables_without_a_picture_are_shown_and_not_drawn(run, tmp_path):
     code, out, _ = run("bench", "show", str(tmp_path / "t.json"))
     assert code == 0 and "1 row" in out and "2.50" in out
     code, out, err = run("bench", "show", str(tmp_path / "t.json"), "--svg", str(tmp_path / "t.svg"))
-    assert code == 2 and out == "" and "these results are tables only" in err and err.count("\n") == 1
+    assert code == 2 and out == "" and "they have none" in err and err.count("\n") == 1
 
 
 def test_info_says_why_a_product_cannot_be_used(run, monkeypatch, tmp_path):
