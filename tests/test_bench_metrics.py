@@ -1,4 +1,4 @@
-"""Metrics by hand-worked numbers, rooflines by counted bytes, and what a machine says about itself."""
+"""Metrics by hand-worked numbers, and what a machine says about itself."""
 
 import dataclasses
 import getpass
@@ -9,12 +9,10 @@ import socket
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from minfer_lib.bench import machine, metrics, roofline
+from minfer_lib.bench import machine, metrics
 from minfer_lib.errors import InvalidParameter
 from minfer_lib.generation.request import RequestMetrics, RequestOutput
-from minfer_lib.models.load import load_model
 
 
 def answer(prompt: int, tokens: int, first: float, last: float, finished: float | None = None, arrival: float = 0.0):
@@ -89,55 +87,6 @@ def test_median_is_taken_field_by_field_and_keeps_losses():
     assert middle.ttft_ms == pytest.approx(200) and middle.wall_s == 2
     assert (middle.preemptions, middle.failed) == (2, 1)
     assert metrics.median(runs[:1]) == runs[0]
-
-
-# -- roofline -------------------------------------------------------------------------------------------------------
-
-
-class Toy(nn.Module):
-    """An embedding, a matrix and an output layer that may share the embedding's weights."""
-
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(100, 8)
-        self.matrix = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 100, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_step_reads_the_output_layer_but_not_the_embedding_table(tied):
-    assert roofline.weight_bytes_read(Toy(tied)) == 4 * (8 * 8 + 8 + 800)  # either way the head once, the table never
-
-
-def test_quantised_weights_count_as_they_are_stored():
-    toy = Toy(tied=False)
-    del toy.matrix.weight
-    toy.matrix.register_buffer("weight", torch.zeros(8, 8, dtype=torch.int8))
-    assert roofline.weight_bytes_read(toy) == 8 * 8 + 4 * (8 + 800)
-
-
-def test_bytes_of_a_decode_step_of_a_real_model():
-    lm = load_model("tiny-random", device="cpu")
-    table = lm.model.get_input_embeddings().weight
-    everything = sum(p.nbytes for p in lm.model.parameters()) + sum(b.nbytes for b in lm.model.buffers())
-    assert roofline.weight_bytes_read(lm.model) == everything - table.nbytes
-    assert roofline.kv_token_bytes(lm) == 2 * 2 * 2 * 16 * 4  # keys and values, layers, kv_heads, head_dim, float32
-    alone, batch = roofline.decode_step_bytes(lm), roofline.decode_step_bytes(lm, requests=3, kv_tokens=10)
-    assert batch - alone == 3 * 10 * roofline.kv_token_bytes(lm)
-    matrices = sum(p.numel() for p in lm.model.parameters() if p.dim() > 1) - table.numel()
-    assert roofline.decode_step_flops(lm, requests=2) == 2 * 2 * matrices
-    assert roofline.floor_ms(lm) == pytest.approx(1e3 * alone / machine.read_bandwidth("cpu"))
-
-
-def test_attainable_is_a_slope_and_then_flat():
-    line = roofline.Roofline(bandwidth=10.0, flops=200.0)
-    assert line.ridge == 20
-    assert [line.attainable(x) for x in (1, 20, 100)] == [10, 200, 200]
 
 
 # -- machine --------------------------------------------------------------------------------------------------------

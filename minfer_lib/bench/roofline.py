@@ -10,14 +10,19 @@ The model is that of Williams, Waterman and Patterson, "Roofline: an insightful 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from ..errors import InvalidParameter
 from ..models.load import LanguageModel
 from ..models.memory import ModelShape, kv_bytes_per_token
 from ..quant.linear import Int8Embedding
-from .machine import peak_flops, read_bandwidth
+from .machine import peak_flops, read_bandwidth, weights_name
+
+if TYPE_CHECKING:
+    from .results import Result
 
 
 @dataclass(frozen=True)
@@ -63,14 +68,48 @@ def kv_token_bytes(lm: LanguageModel) -> int:
     return kv_bytes_per_token(ModelShape.from_config(lm.model.config), lm.dtype.itemsize)
 
 
-def decode_step_flops(lm: LanguageModel, requests: float = 1) -> float:
-    """Operations of one decode step: two for each weight of a matrix and each request (attention is left out)."""
-    return 2 * requests * sum(tensor.numel() for tensor in _tensors_read(lm.model) if tensor.dim() > 1)
+def decode_step_flops(lm: LanguageModel, requests: float = 1, kv_tokens: float = 0, new_tokens: float = 1) -> float:
+    """Operations of one step for `requests` requests that look back at `kv_tokens` tokens each, the new one included.
+
+    Two for each weight of a matrix and each token, and in each layer four for each query head, dimension and pair of
+    tokens: a product for the score, another for the weighted sum. new_tokens: that each request computes, of which
+    only the last goes through the output layer; an engine without a cache computes them all. Every layer counts as if
+    it saw the whole context, and of a mixture of experts all count.
+    """
+    shape = ModelShape.from_config(lm.model.config)
+    matrices = sum(tensor.numel() for tensor in _tensors_read(lm.model) if tensor.dim() > 1)
+    head = shape.vocab * shape.hidden
+    pairs = new_tokens * max(0.0, kv_tokens - (new_tokens - 1) / 2)  # a token sees itself and those before it
+    attention = 4 * shape.layers * shape.heads * shape.head_dim * pairs
+    return requests * (2 * (new_tokens * (matrices - head) + head) + attention)
 
 
 def floor_ms(lm: LanguageModel, requests: float = 1, kv_tokens: float = 0) -> float:
     """Milliseconds that a decode step takes at the least: its bytes / the measured read bandwidth."""
     return 1e3 * decode_step_bytes(lm, requests, kv_tokens) / read_bandwidth(lm.device)
+
+
+def points(result: Result, *models: LanguageModel) -> dict[str, tuple[float, float]]:
+    """Where each engine of a ladder stands under the roofline: {name: (operations per byte, operations a second)}.
+
+    Both are those of its decode step, at the concurrency and the context that it had on average, in its TPOT. `models`
+    are those that the rows ran, one for each kind of weights: `points(result, lm, int8_lm)`. A row of other weights, or
+    without a TPOT, is left out. Raises `InvalidParameter` where that leaves nothing. `plots.roofline` draws them.
+    """
+    by_weights = {weights_name(lm): lm for lm in models}
+    found = {}
+    for row in result.rows:
+        lm = by_weights.get(row.weights)
+        if lm is not None and row.tpot_ms:
+            flops = decode_step_flops(lm, row.concurrency, row.kv_tokens)
+            bytes_read = decode_step_bytes(lm, row.concurrency, row.kv_tokens)
+            found[row.engine] = (flops / bytes_read, flops / (row.tpot_ms / 1e3))
+    if not found:
+        raise InvalidParameter(
+            "No engine has a place under the roofline: no row has a TPOT and the weights of a model that was given "
+            f"({', '.join(by_weights) or 'none was'})."
+        )
+    return found
 
 
 def _tensors_read(model: nn.Module) -> list[torch.Tensor]:
