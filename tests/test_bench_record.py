@@ -64,3 +64,22 @@ def test_what_was_recorded_since_then_has_a_clean_commit():
         path = RECORDED / f"{name}.json"
         if path.is_file() and not any("recorded before" in note for note in load(path).notes):
             assert "dirty" not in str(load(path).provenance["commit"]), name
+
+
+@pytest.mark.parametrize(
+    ("variable", "version", "expected"),
+    [
+        ("abc1234", "0.2.dev3+gfff0000", "abc1234"),
+        (None, "0.2.dev3+gfff0000", "fff0000"),
+        (None, "0.2.dev3+gfff0000.d20261201", "fff0000-dirty"),
+        (None, "0.2.0", None),
+        (None, None, None),
+    ],
+)
+def test_the_commit_travels_with_the_code_where_there_is_no_repository(monkeypatch, variable, version, expected):
+    monkeypatch.setattr(machine, "_output_of", lambda command: None)
+    monkeypatch.setattr(machine, "_version", lambda package: version)
+    monkeypatch.delenv("MINFER_COMMIT", raising=False)
+    if variable:
+        monkeypatch.setenv("MINFER_COMMIT", variable)
+    assert machine.commit() == expected

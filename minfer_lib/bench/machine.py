@@ -8,7 +8,9 @@ nobody who has to live under it.
 from __future__ import annotations
 
 import functools
+import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -32,8 +34,7 @@ def provenance(device: torch.device | str = "cpu", dtype: torch.dtype | None = N
     """Where and with what something was measured, ready for JSON.
 
     Keys: device, cpu, gpu (None without), cores, cpu_quota (CPUs that a container grants the time of; None without),
-    threads, os, python, torch, transformers, minfer, commit (of the repository this package is part of, with "-dirty"
-    if it has changes; None outside of one), date (UTC), dtype.
+    threads, os, python, torch, transformers, minfer, commit (as `commit` finds it), date (UTC), dtype.
     """
     device = torch.device(device)
     return {
@@ -87,12 +88,19 @@ def weights_name(lm: LanguageModel) -> str:
 
 
 def commit() -> str | None:
-    """Short hash of the commit that this package was run from; None when it is no part of a git repository."""
+    """Short hash of the commit that this package was run from, with "-dirty" if it has changes; None if nobody knows.
+
+    Without a git repository it is what MINFER_COMMIT says, for a copy on a rented machine, or what the installed
+    package was built from.
+    """
     git = ["git", "-C", str(PACKAGE)]
     # A copy installed inside somebody else's checkout is not theirs: only a tracked package has a commit.
-    if _output_of([*git, "ls-files", "--error-unmatch", "__init__.py"]) is None:
-        return None
-    return _output_of([*git, "describe", "--always", "--dirty", "--exclude", "*"])
+    if _output_of([*git, "ls-files", "--error-unmatch", "__init__.py"]) is not None:
+        return _output_of([*git, "describe", "--always", "--dirty", "--exclude", "*"])
+    if told := os.environ.get("MINFER_COMMIT"):
+        return told
+    built = re.search(r"\+g([0-9a-f]+)(\.d\d+)?$", _version("minfer") or "")
+    return built[1] + "-dirty" * bool(built[2]) if built else None
 
 
 def synchronize(device: torch.device | str) -> None:
