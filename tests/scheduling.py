@@ -319,6 +319,9 @@ class Loop:
         """All that must be so at any time."""
         self.scheduler.check_invariants()
         cache, running = self.cache, self.scheduler.running
+        everybody = [*self.alive, *self.ended]
+        assert self.scheduler.stats.preemptions == sum(request.metrics.preemptions for request in everybody)
+        assert all(request.num_computed == 0 for request in self.scheduler.waiting)
         assert {*self.scheduler.waiting, *running} == set(self.alive)
         rows = set()
         for request in running:

@@ -580,6 +580,31 @@ def test_what_a_fork_of_an_older_request_computes_is_found_by_nobody():
     assert cache.find_prefix(Owner([*child.ids, 0])).tokens == 8
 
 
+def test_what_a_fork_computes_is_found_by_others():
+    cache = make(blocks=12)
+    parent = join(cache, list(range(8)))
+    child = Owner([*range(8), 50, 51, 52, 53])
+    assert cache.allocate(child, 12, prefix=cache.fork(parent, 8))
+    compute(cache, child, 8, 12)
+    assert cache.find_prefix(Owner([*child.ids, 0])).tokens == 12
+
+
+def test_each_time_that_contents_are_given_up_counts():
+    """A request that began between two changes of the weights has keys of neither the old ones nor the new."""
+    cache = make(blocks=12)
+    cache.reset_prefix_cache()
+    between = join(cache, list(range(8)), tokens=6)
+    cache.reset_prefix_cache()
+    compute(cache, between, 6, 8)
+    assert cache.find_prefix(Owner(list(range(9)))) == NO_PREFIX
+
+
+def test_tables_are_as_wide_as_the_longest_request_needs():
+    assert make(blocks=8, max_model_len=9).tables.shape[1] == 3  # blocks of 4 tokens
+    assert make(blocks=2, max_model_len=9).tables.shape[1] == 2  # there are no more
+    assert make(blocks=8).tables.shape[1] == 8
+
+
 # -- what `check_invariants` finds ------------------------------------------------------------------------------------
 
 

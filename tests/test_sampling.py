@@ -15,11 +15,13 @@ from minfer_lib.generation.sampling import (
     SORT_FIRST,
     Sampler,
     TokenCounts,
+    filter_min_p,
     filter_top_k,
     filter_top_p,
     filtered_logits,
     inverse_cdf,
     penalised,
+    processed,
     uniform,
 )
 from minfer_lib.models.memory import PeakMemory
@@ -506,6 +508,68 @@ rows_of_a_batch = st.lists(
     min_size=1,
     max_size=6,
 )
+
+
+# -- to the last bit --------------------------------------------------------------------------------------------------
+
+
+def test_uniform_numbers_are_those_of_splitmix64():
+    """Against the published algorithm in whole numbers of Python: what a seed has drawn once, it draws for ever."""
+    mask = 2**64 - 1
+
+    def mixed(x: int) -> int:
+        x = (x + 0x9E3779B97F4A7C15) & mask
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+        return x ^ x >> 31
+
+    assert mixed(0) == 0xE220A8397B1DCDAF  # the first number of its reference implementation
+    seeds, indices, positions = [0, 1, -1, 2**63, 2**70 + 5, 3], [0, 0, 1, 2, 7, 1], [0, 9, 3, 1000, 0, 2]
+    right = [
+        (mixed((mixed((mixed(seed & mask) + index) & mask) + position) & mask) >> 11) / 2**53
+        for seed, index, position in zip(seeds, indices, positions, strict=True)
+    ]
+    assert uniform(seeds, indices, positions).tolist() == right
+
+
+def test_sums_over_a_large_vocabulary_are_exact_enough():
+    """In float32 the running sum of 300,001 equal probabilities would be off by many tokens."""
+    vocab = 300_001
+    u = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    drawn = inverse_cdf(torch.full((3, vocab), 1 / vocab), u)
+    assert (drawn - u * vocab).abs().max() <= 1
+    kept = filter_top_p(torch.zeros(1, vocab), torch.tensor([0.5], dtype=torch.float64)).isfinite().sum()
+    assert abs(int(kept) - 0.5 * vocab) <= 2
+
+
+def test_probabilities_need_not_add_up_to_one():
+    assert inverse_cdf(torch.tensor([[0.25, 0.25]] * 2), torch.tensor([0.4, 0.6], dtype=torch.float64)).tolist() == [
+        0,
+        1,
+    ]
+    assert inverse_cdf(torch.full((1, 3), torch.nan), torch.tensor([0.5], dtype=torch.float64)).item() < 3
+
+
+def test_rows_do_not_share_their_maximum():
+    logits = torch.tensor([[0.0, -3.0], [9.0, 8.5]])
+    assert filter_min_p(logits, torch.tensor([0.5, 0.5])).tolist() == [[0.0, -INF], [9.0, 8.5]]
+
+
+def test_a_row_without_top_p_keeps_all_beside_one_that_has_it():
+    logits = torch.tensor([[0.0, -30.0], [0.0, -30.0]])
+    assert filter_top_p(logits, torch.tensor([1.0, 0.9], dtype=torch.float64)).tolist() == [[0.0, -30.0], [0.0, -INF]]
+
+
+def test_small_logits_are_divided_by_the_repetition_penalty():
+    logits = torch.tensor([0.5, -0.5, 0.5])
+    counts = TokenCounts.of_prompt([0, 1], logits)
+    assert penalised(logits, counts, SamplingParams(repetition_penalty=2.0)).tolist() == [0.25, -1.0, 0.5]
+
+
+def test_a_processor_may_compute_in_another_precision():
+    logits = torch.tensor([1.0, 2.0])
+    for dtype in (torch.float64, torch.float16):
+        assert processed(lambda ids, row, dtype=dtype: row.to(dtype), [], logits).dtype == torch.float32
 
 
 @settings(max_examples=150, deadline=None)

@@ -387,6 +387,27 @@ def test_a_step_costs_the_same_however_many_wait():
     assert calls[1] <= calls[0] + 5 * 4 * 10  # but for the depth of a search in the queue
 
 
+@pytest.mark.parametrize("kind", ["slots", "paged"])
+def test_all_that_are_more_urgent_join_before_who_runs(kind: str):
+    loop = Loop.ample(kind, seqs=4)
+    loop.add([one("runs", 2, 9, priority=9)])
+    loop.step()
+    loop.add([one(name, 2, 2) for name in "abc"])
+    assert names(loop.step()) == ["a", "b", "c", "runs"]
+
+
+@pytest.mark.parametrize("kind", ["slots", "paged"])
+def test_a_prompt_in_progress_does_not_count_as_one_that_decodes(kind: str):
+    """It waits for those that decode however long that takes, though it was served long ago."""
+    loop = Loop.ample(kind, seqs=4, budget=3)
+    loop.add([one("a", 1, 9), one("b", 1, 9), one("prompt", 9, 1)])
+    assert named(loop.step()) == [("a", 1), ("b", 1), ("prompt", 1)]
+    loop.add([one("urgent", 1, 4, priority=-1)])
+    for _ in range(4):
+        assert sorted(names(loop.step())) == ["a", "b", "urgent"]
+    assert named(loop.step()) == [("a", 1), ("b", 1), ("prompt", 1)]
+
+
 # -- what `check_invariants` finds ------------------------------------------------------------------------------------
 
 

@@ -124,3 +124,9 @@ def test_while_unarmed_only_what_ends_later_counts(stops: list[str], whole: str,
 def test_an_empty_piece_changes_nothing(stops: list[str]):
     first, second = run(stops, ["a", "x"])[0]
     assert run(stops, ["a", "", "x"])[0] == [first, "", second]
+
+
+def test_what_is_held_is_handed_out_once():
+    watch = StopStrings(["abc"])
+    watch.feed("xab")
+    assert (watch.flush(), watch.flush()) == ("ab", "")
