@@ -9,6 +9,7 @@ PYTHON ?= python3
 TORCH ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nvidia-smi 2>/dev/null),pypi,cpu),pypi)
 PROMPT ?= Why is the sky blue?
 LAB_ARGS ?=
+BROWSER_ARGS ?=
 BENCH_JSON ?= notebooks/results/this_machine.json
 
 FIRST_CHAPTER := notebooks/01_what_an_engine_does.ipynb
@@ -30,11 +31,12 @@ READY := $(STAMP)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test run bench notebooks lint model clean moved
+.PHONY: help lab test test-browser run bench notebooks lint model clean moved
 
 help:
 	@echo "make lab         open chapter 1 in JupyterLab"
 	@echo "make test        run the tests and execute every notebook, in the short form that CI uses"
+	@echo "make test-browser  read every chapter in a browser: run it, move its sliders, answer an exercise (needs Chromium)"
 	@echo "make run         answer a prompt with the newest engine, then print the ladder (PROMPT=\"...\")"
 	@echo "make bench       measure the ladder and keep it in $(BENCH_JSON)"
 	@echo "make notebooks   execute all notebooks in place, in full length"
@@ -58,6 +60,11 @@ test: $(READY)
 	$(OFFLINE) MINFER_FAST=1 $(PY) -m pytest notebooks --nbval-lax --nbval-current-env --nbval-cell-timeout=300 \
 	    || failed=1; \
 	test -z "$$failed"
+
+# Apart from the other tests, which need no browser and share nothing with it.
+test-browser: $(READY)
+	@$(PY) -c "import playwright" 2>/dev/null || $(INSTALL) -e ".[browser]"
+	$(PY) -m pytest tests/browser --confcutdir=tests/browser $(BROWSER_ARGS)
 
 run: $(READY)
 	$(PY) -m minfer_lib generate "$(PROMPT)"
