@@ -23,6 +23,30 @@ torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
+# What `make quick` leaves out, by the beginning of a test's name, beside all that run the real model: seconds each, or
+# pictures and measurements, which few changes touch.
+SLOW = (
+    "test_paged_triton.py", "test_int8_triton.py",  # through Triton's interpreter
+    "test_bench_", "test_learn_batching.py", "test_learn_int8.py", "test_learn_paged.py", "test_learn_plots.py",
+    "test_learn_widgets.py", "test_learn_comparison.py", "test_notebook_runner.py", "test_bitsandbytes_int8.py",
+    "test_environment.py::test_what_is_optional", "test_imports.py::test_the_engine_runs_where",
+    "test_cli.py::test_a_copy_without", "test_cli.py::test_a_reader_that_goes", "test_cli.py::test_bytes_that_are_no",
+    "test_cli.py::test_quality", "test_cli.py::test_an_interrupted_ladder", "test_cli.py::test_ladder",
+    "test_int8_kernels.py::test_two_processes", "test_int8_kernels.py::test_a_cache_from", "test_packaged.py",
+    "test_int8_kernels.py::test_compilers_of_several", "test_int8_kernels.py::test_a_library_that",
+    "test_paged_compiled.py::test_a_kernel_that_a_compiler", "test_int8_exactness.py::test_smollm2",
+    "test_llm_engine_events.py::test_an_interrupt_at_any_line", "test_llm_engine_events.py::test_time_limits",
+    "test_llm_engine.py::test_an_interrupt_in_a_step", "test_threads.py::test_all_kinds", "test_threads.py::test_cont",
+    "test_loading.py::test_a_loaded_model_does", "test_loading.py::test_a_shape", "test_loading.py::test_the_packaged",
+    "test_exactness.py::test_other_families", "test_int8_files.py::test_every_family", "test_quantize_int8.py::test_sm",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.split("/")[-1].startswith(SLOW) or "smollm2" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture(scope="session")
 def tiny() -> LanguageModel:
