@@ -10,8 +10,8 @@ Invariant: the step is timed without the profiler, which slows it, and the profi
 kernels. What one limit explains is not explained again by another, and no part is negative.
 
 A kernel is, on a GPU, whatever the device ran, at any moment at least one of them; on a CPU the inside of an operator
-of torch, without what starting an operator costs (measured with one that has next to nothing to do), or a kernel in C
-of this package.
+of torch, without what starting it costs, or a kernel in C of this package. What starting costs is measured with the
+steps of a model so small that its operators have nothing else to do.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import contextlib
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from ..errors import InvalidParameter, integer, must_be
 from ..generation.params import SamplingParams
 from ..kernels import compiled_attention
 from ..learn.quiet import quiet_stderr
-from ..models.load import LanguageModel
+from ..models.load import LanguageModel, load_model
 from ..quant import products
 from ..quant.linear import Int8Linear
 from .machine import peak_flops, provenance_of, read_bandwidth, synchronize
@@ -65,8 +65,8 @@ class Decomposition:
 
     wall_ms: of each step that was timed. kernel_ms: in kernels, by the profiler. bytes_ms, flops_ms: what its bytes and
     its operations would take at the machine's limits, which is more than it took where weights stay in a CPU's cache.
-    launches: kernels that a GPU ran, or operators and C kernels that Python called on a CPU. top: the slowest.
-    disturbed: what other programs did meanwhile, if it matters.
+    launches: kernels and copies that a GPU ran, or operators and C kernels that Python called on a CPU. top: the
+    slowest. disturbed: what other programs did meanwhile, if it matters.
     """
 
     engine: str
@@ -151,8 +151,8 @@ def decompose(
         wall = tuple(_timed_ms(step, lm.device) for _ in range(steps))
         profiles = [_profiled(step, lm.device) for _ in range(PROFILED)]
     seen = watch.seen()
-    starting_us = _starting_us() if lm.device.type == "cpu" else 0.0
-    found = [_kernels(events, lm.device.type, starting_us) for events in profiles]
+    starting = _starting_us(lm.dtype, torch.get_num_threads()) if lm.device.type == "cpu" else {}
+    found = [_kernels(events, lm.device.type, starting) for events in profiles]
     # an engine that computes more than one token a request has no keys and values to read
     cached = context if rows <= requests else 0
     flops = decode_step_flops(lm, requests, context, rows / requests)
@@ -244,22 +244,30 @@ def _c_kernels_named() -> Iterator[None]:
             module._function = find
 
 
-def _kernels(events: Iterable[Any], device: str, starting_us: float = 0.0) -> tuple[float, int, Profile]:
-    """Of one step: milliseconds in kernels, launches, and what each kernel or operator took."""
+def _kernels(events: Iterable[Any], device: str, starting: Mapping[str, float]) -> tuple[float, int, Profile]:
+    """Of one step: milliseconds in kernels, launches, and what each kernel or operator took.
+
+    starting: microseconds that an operator of this name costs before it computes anything; "" is for all others.
+    """
     operators: Profile = Counter()
     if device == "cpu":
         events = [event for event in events if event.device_type == DeviceType.CPU]
         for event in events:
-            operators["us", event.name] += max(0.0, event.self_cpu_time_total - starting_us)
+            operators["us", event.name] += event.self_cpu_time_total
             operators["calls", event.name] += 1
+        for kind, name in list(operators):
+            if kind == "us":
+                wasted = operators["calls", name] * starting.get(name, starting.get("", 0.0))
+                operators[kind, name] = max(0.0, operators[kind, name] - wasted)
         busy_us = sum(us for (kind, _), us in operators.items() if kind == "us")
         return busy_us / 1e3, sum(event.cpu_parent is None for event in events), operators
     events = [event for event in events if event.device_type != DeviceType.CPU and not event.is_user_annotation]
     busy_us, reach = 0.0, float("-inf")
     for event in sorted(events, key=lambda event: event.time_range.start):
         start, end = event.time_range.start, event.time_range.end
-        operators["us", event.name] += end - start
-        operators["calls", event.name] += 1
+        name = event.name.removeprefix("void ").split("<")[0]  # without the arguments of C++ templates
+        operators["us", name] += end - start
+        operators["calls", name] += 1
         busy_us += max(0.0, end - max(start, reach))  # two at once count once
         reach = max(reach, end)
     return busy_us / 1e3, len(events), operators
@@ -273,15 +281,23 @@ def _slowest(profiles: Sequence[Profile], most: int = 5) -> tuple[Operator, ...]
     return tuple(sorted(every, key=lambda each: -each.ms)[:most])
 
 
-def _starting_us(calls: int = 1000) -> float:
-    """Microseconds that the profiler sees in an operator that has one number to add: what starting one costs."""
-    one = torch.ones(1)
+@cache
+def _starting_us(dtype: torch.dtype, threads: int) -> dict[str, float]:
+    """Microseconds inside of each operator in a step of a tiny model, where all of it goes into starting.
 
-    def add() -> None:
-        for _ in range(calls):
-            torch.add(one, one)
-
-    return sum(event.self_cpu_time_total for event in _profiled(add, one.device)) / calls
+    The median of several steps; "" is that of all operators. threads: that torch has now.
+    """
+    engine = CachedEngine(load_model("tiny-random", device="cpu", dtype=dtype), cache="hf")
+    params = SamplingParams(max_tokens=1 + WARM_UP + PROFILED + 1, ignore_eos=True)
+    with contextlib.closing(engine.stream([1] * 8, params)) as stream:
+        for _ in range(1 + WARM_UP):
+            next(stream)
+        steps = [_kernels(_profiled(partial(next, stream), engine.lm.device), "cpu", {})[2] for _ in range(PROFILED)]
+    names = [name for kind, name in steps[0] if kind == "us"]
+    found = {
+        name: statistics.median(step["us", name] / max(1, step["calls", name]) for step in steps) for name in names
+    }
+    return found | {"": statistics.median(found.values())}
 
 
 def _peak(lm: LanguageModel) -> float:
