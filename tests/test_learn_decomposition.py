@@ -60,7 +60,7 @@ LADDER = {"HF generate": (0.5, 6e9), "HF padded batch": (1.9, 2.1e10), "HF conti
           "int8": (5.1, 3.6e10), "paged": (1.9, 1.8e10), "paged + int8": (5.1, 3.4e10)}  # fmt: skip
 STEPS = [step("cached, 1 request", 11.0, 0.0, 18.0, 8.0), step("slots, 8 requests", 11.6, 8.0, 30.0, 9.0)]
 
-GAIN = "32 at once in place of 1: 8.9 times the tokens/s, each user 28% of the speed"
+GAIN = "32 at once: 8.9 times the tokens/s of 1, each at 28% speed"
 PICTURES = {
     "steps": (lambda: decomposition(STEPS), "Largest in each step: kernels that reach neither limit, 49% to 51%"),
     "steps that differ": (

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import InvalidParameter
 from ..style import Picture, canvas, darker, drawing, engine_family, headline, line_style, quiet
-from .labels import label_points, log_axis
+from .labels import label_points, log_axis, told
 
 
 @drawing
@@ -41,16 +41,15 @@ def frontier(result: Any, *, title: str | None = None) -> Picture:
     figure.legend(loc="outside lower center", ncols=min(5, len(curves)))
     best = max(curves, key=lambda name: max(row.tokens_per_s for row in curves[name]))
     top, alone = max(curves[best], key=lambda row: row.tokens_per_s), curves[best][0]
-    caption = f"{best} is fastest with {top.x:g} at once: {top.tokens_per_s:,.3g} tokens/s"
+    caption = f"{best} is fastest with {top.x:g} at once: {told(top.tokens_per_s)} tokens/s"
     if top is not alone:
-        caption = (
-            f"{best}, {top.x:g} at once in place of {alone.x:g}: {top.tokens_per_s / alone.tokens_per_s:.1f} times the "
-            f"tokens/s, each user {alone.tpot_ms / top.tpot_ms:.0%} of the speed"
-        )
+        gain, speed = top.tokens_per_s / alone.tokens_per_s, alone.tpot_ms / top.tpot_ms
+        caption = f"{best}, {top.x:g} at once: {gain:.1f} times the tokens/s of {alone.x:g}, each at {speed:.0%} speed"
     headline(figure, title or caption)
     label_points(figure, ax, points, colours, size=8)
     figure.alt = "tokens/s of all and of one user: " + "; ".join(
-        f"{name} " + ", ".join(f"{row.x:g} at once {row.tokens_per_s:.3g} and {1e3 / row.tpot_ms:.3g}" for row in rows)
+        f"{name} "
+        + ", ".join(f"{row.x:g} at once {told(row.tokens_per_s)} and {told(1e3 / row.tpot_ms)}" for row in rows)
         for name, rows in curves.items()
     )
     return figure

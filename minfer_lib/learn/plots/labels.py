@@ -32,6 +32,11 @@ def log_axis(ax: Any, which: str, values: Iterable[float], unit: float = 1.0) ->
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / unit:,g}"))
 
 
+def told(value: float) -> str:
+    """Three significant digits, and no exponent."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
 def label_points(
     figure: Picture, ax: Any, points: Iterable[tuple[str, float, float]], colours: Sequence[str] = (), size: float = 8.5
 ) -> None:

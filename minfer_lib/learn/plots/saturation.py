@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ...errors import InvalidParameter
 from ..style import INK, SOFT_INK, Picture, canvas, drawing, engine_family, headline, line_style, quiet
-from .labels import log_axis
+from .labels import log_axis, told
 
 BEND = 0.1  # a curve that rises above the straight line to its end by less, as a share of the whole, has no knee
 
@@ -51,7 +51,7 @@ def saturation(result: Any, *, title: str | None = None) -> Picture:
             if knees[name] is not None:
                 at = rows[rates.index(knees[name])]
                 ax.plot([at.x], [at.median(figure_of)], **RING)
-    left.plot(result.xs, result.xs, color=SOFT_INK, linewidth=1.0, linestyle=":", label="all that is offered")
+    _offered(left, result.xs)
     left.set_title("requests/s achieved", size=10)
     right.set_title(f"time to first token, {'95th percentile' if tail else 'median'}, s", size=10)
     every = [row for rows in curves.values() for row in rows]
@@ -67,10 +67,10 @@ def saturation(result: Any, *, title: str | None = None) -> Picture:
         best = max(curves, key=lambda name: max(row.requests_per_s for row in curves[name]))
         most = max(row.requests_per_s for row in curves[best])
         end = "has no knee here" if knees[best] is None else f"has its knee at {knees[best]:g} offered"
-        caption = f"{best} answers most, {most:.2g} requests/s, and {end}"
+        caption = f"{best} answers most, {told(most)} requests/s, and {end}"
     headline(figure, title or caption)
     figure.alt = "saturation: " + "; ".join(
-        f"{name} at most {max(row.requests_per_s for row in rows):.3g} requests/s, "
+        f"{name} at most {told(max(row.requests_per_s for row in rows))} requests/s, "
         + ("no knee" if knees[name] is None else f"knee at {knees[name]:g}") for name, rows in curves.items()
     )  # fmt: skip
     return figure
@@ -91,7 +91,7 @@ def goodput(result: Any, ttft_ms: float, tpot_ms: float, *, title: str | None = 
 
     for name, rows in curves.items():
         _line(ax, name, rows, lambda row: np.median(good(row)), lambda row: (min(good(row)), max(good(row))))
-    ax.plot(result.xs, result.xs, color=SOFT_INK, linewidth=1.0, linestyle=":", label="all that is offered")
+    _offered(ax, result.xs)
     best = {name: max(rows, key=lambda row: np.median(good(row))) for name, rows in curves.items()}
     peaks = {name: float(np.median(good(row))) for name, row in best.items()}
     ax.set_ylim(0, 1.15 * max(max(good(row)) for rows in curves.values() for row in rows) or 1.0)
@@ -99,10 +99,10 @@ def goodput(result: Any, ttft_ms: float, tpot_ms: float, *, title: str | None = 
     _rate_axis(ax, result.xs)
     figure.legend(loc="outside lower center", ncols=min(5, len(curves) + 1))
     winner = max(peaks, key=peaks.__getitem__)
-    caption = f"{winner} serves most in time: {peaks[winner]:.2g} requests/s, at {best[winner].x:g} offered"
+    caption = f"{winner} serves most in time: {told(peaks[winner])} requests/s, at {best[winner].x:g} offered"
     headline(figure, title or (caption if peaks[winner] else "No engine meets these limits at any rate"))
     figure.alt = f"goodput at TTFT {ttft_ms:g} ms and TPOT {tpot_ms:g} ms: " + "; ".join(
-        f"{name} at most {peak:.3g} requests/s" for name, peak in peaks.items()
+        f"{name} at most {told(peak)} requests/s" for name, peak in peaks.items()
     )
     return figure
 
@@ -122,6 +122,11 @@ def _line(ax: Any, name: str, rows: list[Any], middle: Callable[[Any], float], s
             linestyle="--" if engine_family(name) is None else "-", **{**style, "markersize": 5})  # fmt: skip
     for row in rows:
         ax.vlines(row.x, *spread(row), color=style["color"], alpha=0.35, linewidth=3)
+
+
+def _offered(ax: Any, rates: Sequence[float]) -> None:
+    every = np.geomspace(rates[0], rates[-1])
+    ax.plot(every, every, color=SOFT_INK, linewidth=1.0, linestyle=":", label="all that is offered")
 
 
 def _rate_axis(ax: Any, rates: Sequence[float]) -> None:
