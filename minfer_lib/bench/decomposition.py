@@ -114,8 +114,9 @@ def decompose(
     """Time decode steps of an engine and say what they spend their time on; on a CPU or a GPU.
 
     engine: any with `stream`, and with `step` if it runs several requests at once (`LLMEngine`); or a `LanguageModel`,
-    whose step is that of a `CachedEngine`. requests: that decode at once. context: tokens that each looks back at when
-    it is timed, give or take the steps. steps: to be timed. name: of the row; None is the engine's, and the requests.
+    which runs with the cache of transformers. requests: that decode at once. context: tokens that each looks back at
+    when it is timed, give or take the steps. steps: to be timed. name: of the row; None is the engine's, and the
+    requests.
 
     Raises `InvalidParameter` for counts under 1, a context beyond the engine's limit, or an engine that does not decode
     so many requests in one step.
