@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
-# What `make quick` leaves out, by the beginning of a test's name, beside all that run the real model: seconds each, or
+# What `make quick` leaves out, by a part of a test's name, beside all that run the real model: seconds each, or
 # pictures and measurements, which few changes touch.
 SLOW = (
     "test_paged_triton.py", "test_int8_triton.py",  # through Triton's interpreter
@@ -38,13 +38,16 @@ SLOW = (
     "test_llm_engine_events.py::test_an_interrupt_at_any_line", "test_llm_engine_events.py::test_time_limits",
     "test_llm_engine.py::test_an_interrupt_in_a_step", "test_threads.py::test_all_kinds", "test_threads.py::test_cont",
     "test_loading.py::test_a_loaded_model_does", "test_loading.py::test_a_shape", "test_loading.py::test_the_packaged",
+    "test_learn_decomposition.py", "test_pictures_can_be_drawn", "test_other_systems.py",
+    "test_learn_style.py::test_the_core_and_learn", "test_paged_compiled.py::test_cpus_with_less",
     "test_exactness.py::test_other_families", "test_int8_files.py::test_every_family", "test_quantize_int8.py::test_sm",
 )  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.nodeid.split("/")[-1].startswith(SLOW) or "smollm2" in getattr(item, "fixturenames", ()):
+        real = "smollm2" in getattr(item, "fixturenames", ()) or "smollm2" in item.name
+        if real or any(name in item.nodeid for name in SLOW):
             item.add_marker(pytest.mark.slow)
 
 
