@@ -13,6 +13,7 @@ from minfer_lib.bench.baselines import padded_left
 from minfer_lib.bench.roofline import kv_token_bytes
 from minfer_lib.errors import InvalidParameter, InvalidPrompt, PromptTooLong
 from minfer_lib.generation.params import SamplingParams
+from minfer_lib.generation.prompts import make_requests
 from minfer_lib.models.load import LanguageModel, load_model
 
 SIZES = dict(
@@ -89,6 +90,72 @@ def test_padded_batch_equals_serial_on_unequal_lengths(lm, batch_size):
     assert tokens(HFStaticBatch(lm, batch_size).generate(PROMPTS, params)) == wanted
 
 
+@pytest.mark.parametrize("make", [HFSerial, lambda lm, **options: HFStaticBatch(lm, 3, **options)])
+def test_a_static_cache_gives_the_same_tokens(lm, make):
+    params, per_token = fixed(12, 5, 1, 9), kv_token_bytes(lm)
+    wanted = tokens(HFSerial(lm).generate(PROMPTS, params))
+    static = make(lm, static_cache=True)
+    assert static.name.endswith(", static cache")
+    for _ in range(2):  # the second run has a cache as long as the longest of the first
+        assert tokens(static.generate(PROMPTS, params)) == wanted
+    rows = static.batch_size
+    longest = 12 + 1 - 1 if rows == 1 else 12 + 9 - 1  # a batch is padded to its longest prompt
+    longest = max(longest, 9 + 5 - 1)
+    assert static.kv_bytes()[0] == rows * longest * per_token
+
+
+def cache_kinds(engine: HFSerial, monkeypatch) -> set[str]:
+    """Which kinds of cache its model was called with."""
+    kinds, forward = set(), engine._model.forward
+
+    def noting(*args, **kwargs):
+        kinds.update(type(value).__name__ for value in kwargs.values() if hasattr(value, "get_seq_length"))
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine._model, "forward", noting)
+    engine.generate(PROMPTS, fixed(3, 3, 3, 3))
+    return kinds
+
+
+def test_the_cache_is_of_the_kind_asked_for(llama, monkeypatch):
+    assert cache_kinds(HFStaticBatch(llama, 2), monkeypatch) == {"DynamicCache"}
+    assert cache_kinds(HFStaticBatch(llama, 2, static_cache=True), monkeypatch) == {"StaticCache"}
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "sizes", "steps", "computed"),
+    [
+        # prompts of 1, 9, 3, 5, 2 tokens, answers of 12, 5, 1, 9, 2; a batch computes rows * (prompt + answer - 1)
+        ({}, "HF padded batch", [4, 1], 12 + 2, 4 * 20 + 3),
+        ({"order": "prompt"}, "HF padded batch, sorted by prompt", [4, 1], 12 + 5, 4 * 16 + 13),
+        ({"order": "answer"}, "HF padded batch, sorted by answer", [4, 1], 9 + 12, 4 * 17 + 12),
+        ({"even": True}, "HF padded batch, even", [2, 3], 12 + 9, 2 * 20 + 3 * 13),
+        ({"order": "answer", "even": True}, "HF padded batch, sorted by answer, even", [2, 3], 2 + 12, 2 * 4 + 3 * 20),
+    ],
+)
+def test_the_order_and_the_split_of_batches_are_counted_and_named(llama, options, name, sizes, steps, computed):
+    prompts, params = [*PROMPTS, [50, 51]], fixed(12, 5, 1, 9, 2)
+    batch = HFStaticBatch(llama, 4, **options)
+    assert batch.name == name and batch.num_steps == batch.computed_tokens == 0
+    assert tokens(batch.generate(prompts, params)) == tokens(HFSerial(llama).generate(prompts, params))
+    assert (batch.num_steps, batch.computed_tokens) == (steps, computed)
+    assert [len(b) for b in batch._batches([*make_requests_of(llama, prompts, params)])] == sizes
+    thirteen = make_requests_of(llama, [[3]] * 13, fixed(*[1] * 13))
+    assert [len(b) for b in batch._batches(thirteen)] == ([3, 3, 3, 4] if batch.even else [4, 4, 4, 1])
+
+
+def make_requests_of(lm, prompts, params):
+    return make_requests(lm, prompts, params, max_model_len=128, now=0.0, ids=map(str, itertools.count()))
+
+
+def test_steps_are_calls_of_the_model(llama, monkeypatch):
+    serial, calls = HFSerial(llama), []
+    forward = serial._model.forward
+    monkeypatch.setattr(serial._model, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+    serial.generate(PROMPTS, fixed(3, 6, 1, 4))
+    assert serial.num_steps == len(calls) == 3 + 6 + 1 + 4
+
+
 def test_early_eos_ends_a_row_and_not_its_neighbours(llama):
     free = tokens(HFSerial(llama).generate(PROMPTS, fixed(*[12] * 4)))
     end = next(t for t in free[1][2:8] if t not in free[0])
@@ -123,11 +190,6 @@ def test_the_models_own_generation_config_has_no_say_and_is_restored(llama):
                 warnings.simplefilter("error")
                 assert tokens(baseline.generate(PROMPTS, fixed(*[10] * 4))) == wanted
             assert llama.model.generation_config is own
-        llama.model.forward, forward = None, llama.model.forward
-        with pytest.raises(TypeError):
-            HFSerial(llama).generate(PROMPTS, fixed(*[10] * 4))
-        llama.model.forward = forward
-        assert llama.model.generation_config is own
     finally:
         llama.model.generation_config = before
 
@@ -183,6 +245,8 @@ def test_other_refusals(llama):
     for size in (0, -1, True, 2.0, "2", None):
         with pytest.raises(InvalidParameter, match="batch_size must be an integer of 1 or more"):
             HFStaticBatch(llama, size)
+    with pytest.raises(InvalidParameter, match="order='length' was asked for; there are `arrival`, `prompt` or `ans"):
+        HFStaticBatch(llama, order="length")
     with pytest.raises(PromptTooLong):
         HFSerial(llama).generate([[1] * 128], fixed(1))
     with pytest.raises(InvalidPrompt):
