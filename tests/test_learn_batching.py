@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import warnings
 
 import nbformat
 import numpy as np
@@ -10,16 +9,15 @@ import pytest
 import test_learn_ch04 as solutions
 from matplotlib.patches import Rectangle
 from nbformat.v4 import new_code_cell, new_notebook
-from test_learn_plots import drawn_texts, head
+from pictures import check_picture, head
 
 from minfer_lib import LLMEngine, SamplingParams, load_model
 from minfer_lib.engine.trace import StepTrace, TracedChunk
 from minfer_lib.errors import InvalidParameter, PromptTooLong
 from minfer_lib.learn import notebooks, plots, widgets
 from minfer_lib.learn.checks import ch04
-from minfer_lib.learn.plots.lanes import lanes
-from minfer_lib.learn.replay import telling_steps
-from minfer_lib.learn.style import Picture
+from minfer_lib.learn.plots.lanes import account, lanes
+from minfer_lib.learn.widgets import telling_steps
 
 
 @functools.cache
@@ -76,28 +74,13 @@ EXAMPLES = {
     "packed_row, long": lambda: plots.packed_row(
         [1, 1, 1, 16, 12], ["decode 1", "decode 2", "decode 3", "a prompt", "b"], first_positions=[100, 9, 31, 0, 128]
     ),
-    "slots_map": lambda: plots.slots_map([40, None, 128, 3], 128, labels=["a", None, "b", "c"], bytes_per_token=46080),
-    "slots_map, 20": lambda: plots.slots_map([None, 100, 2048, 0] * 5, 2048),
-    "slots_map, 64": lambda: plots.slots_map([None, 100, 500, 7] * 16, 512),
-    "slots_map of an engine": lambda: plots.slots_map(at_work()),
-    "occupancy": lambda: plots.occupancy([0, 1, 2, 4], [8, 3, 1], 8),
-    "occupancy, full": lambda: plots.occupancy([0, 1, 2, 4], [8, 8, 7], 8),
-    "occupancy, one moment": lambda: plots.occupancy([3.0], [2], 4),
     "step_composition": lambda: plots.step_composition(small(), budget=16),
     "step_composition, large": lambda: plots.step_composition(large()),
-    "latency_curves": lambda: plots.latency_curves(
-        {"HF padded batch": (RATES, [1.2, 2.5, 14]), "transformers continuous": (RATES, [0.4, 0.5, np.nan]),
-         "slots": ([*RATES, 2.5], [0.2, 0.25, 0.6, 1.4])},
-        ylabel="p95 TTFT in seconds",
-    ),
-    "latency_curves, linear": lambda: plots.latency_curves({"slots": (RATES, [1, 2, 3])}, ylabel="s", log_y=False),
     "iteration_timeline": lambda: plots.iteration_timeline({"static": STATIC, "continuous": CONTINUOUS}),
-    "iteration_timeline, traced": lambda: plots.iteration_timeline({"an engine": plots.timeline_states(small())}),
     "gantt": lambda: plots.gantt(small()),
     "gantt, up to a step": lambda: plots.gantt(small(), upto=5),
-    "gantt, in seconds": lambda: plots.gantt(small(), unit="s"),
     "gantt, 32": lambda: plots.gantt(large()),
-    "gantt, 32, up to a step": lambda: plots.gantt(large(), upto=100, unit="s"),
+    "gantt, 32, up to a step": lambda: plots.gantt(large(), upto=100),
     "gantt, one step": lambda: plots.gantt([step([("a", 5, False)])]),
     "request_life": lambda: plots.request_life(
         "Explain in one sentence why the sky over $the$ sea is 青", run(6, 3, 16)[1][3], small()
@@ -110,28 +93,9 @@ EXAMPLES = {
 }  # fmt: skip
 
 
-@functools.cache
-def made(name: str) -> tuple[Picture, bytes]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure = EXAMPLES[name]()
-        return figure, figure.png()
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_labels_are_inside_of_the_card_and_do_not_cover_each_other(name):
-    figure, png = made(name)
-    texts = drawn_texts(figure)
-    width, height = figure.get_size_inches() * figure.dpi
-    for text, box in texts:
-        inside = box.x0 >= 3 and box.y0 >= 3 and box.x1 <= width - 3 and box.y1 <= height - 3
-        assert inside, f"{text.get_text()!r} leaves the card: {box}"
-    for (a, one), (b, other) in itertools.combinations(texts, 2):
-        shared_x = min(one.x1, other.x1) - max(one.x0, other.x0)
-        shared_y = min(one.y1, other.y1) - max(one.y0, other.y0)
-        assert shared_x < 2 or shared_y < 3, f"{a.get_text()!r} and {b.get_text()!r} overlap"
-    assert len(png) < 60_000 and len(figure.alt) > 10 and texts
-    assert width <= 9.6 * figure.dpi
+    check_picture(EXAMPLES[name])
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
@@ -146,7 +110,6 @@ def test_waste_is_counted_column_by_column():
         for p, o in batch:
             row = ["pad"] * (columns - p) + ["prompt"] * p + ["fed back"] * (o - 1) + ["waits"] * (left - o)
             padding, waiting, total = padding + row.count("pad"), waiting + row.count("waits"), total + len(row)
-    assert plots.waste_shares(prompts, answers, size) == (padding / total, waiting / total)
     figure = plots.static_batch_waste(prompts, answers, batch_size=size)
     assert head(figure).startswith(
         f"{total:,} positions computed: {padding / total:.0%} are padding, {waiting / total:.0%}"
@@ -155,7 +118,7 @@ def test_waste_is_counted_column_by_column():
 
 
 def test_requests_that_are_alike_waste_nothing():
-    assert plots.waste_shares([5, 5], [3, 3]) == (0.0, 0.0)
+    assert head(plots.static_batch_waste([5, 5], [3, 3])).endswith("0% are padding, 0% wait for the longest")
     assert head(plots.static_batch_waste([5], [1])).startswith("5 positions computed: 0% are padding, 0% wait")
 
 
@@ -168,40 +131,12 @@ def test_the_packed_row_has_each_token_once_and_its_position():
     assert head(figure) == "6 squares padded, 4 packed: 33% of the rectangle is padding"
 
 
-def test_slots_of_an_engine_are_those_it_owns():
-    engine = at_work()
-    figure = plots.slots_map(engine)
-    held = [request.num_computed for request in engine.scheduler.running]
-    assert len(held) == 3 and sum(held) == engine.cache.tokens_used(engine.scheduler.running)
-    texts = [t.get_text() for t in figure.axes[0].texts]
-    assert texts == [f"{n}: {count} of 64" for n, count in enumerate(held)] + ["free", "free"]
-    share = sum(held) / (5 * 64)
-    assert head(figure).startswith(f"3 of 5 slots are taken, {share:.0%} of ")
-
-
-# -- load -------------------------------------------------------------------------------------------------------------
-
-
-def test_occupancy_is_weighted_by_time():
-    assert head(plots.occupancy([0, 1, 4], [8, 2], 8)) == "3.5 of 8 places are taken on average, 44%"  # (8 + 6) / 4
-    assert head(plots.occupancy([5, 6, 9], [8, 2, 1], 8)) == "3.5 of 8 places are taken on average, 44%"
-
-
 def test_step_composition_counts_both_kinds():
     steps = [step([("a", 7, False)]), step([("a", 1, True), ("b", 3, False)]), step([("a", 1, True), ("b", 1, True)])]
     figure = plots.step_composition(steps, budget=8)
     assert head(figure) == "3 steps of at most 7 tokens; 1 of them mix prefill and decode"
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["decode: 3 tokens", "prefill: 10 tokens"]
-
-
-def test_latencies_are_compared_at_a_rate_that_all_were_measured_at():
-    series = {"HF padded batch": ([1, 2, 3], [1.0, 4.0, np.inf]), "slots": ([1, 2, 4], [0.5, 0.8, 2.0])}
-    figure = plots.latency_curves(series, ylabel="p95 TTFT in seconds")
-    assert head(figure) == "At 2 requests a second: slots 0.8, HF padded batch 4"
-    apart = plots.latency_curves({"HF a": ([1], [1.0]), "HF b": ([2], [1.0])}, ylabel="s")
-    assert not apart.texts
-    assert [line.get_linestyle() for line in apart.axes[0].lines] == ["-", "--"]  # peers share ink and marker
 
 
 # -- lanes and timelines ----------------------------------------------------------------------------------------------
@@ -217,29 +152,24 @@ def test_lanes_hold_every_chunk_and_every_wait_of_the_traces():
     assert sum(len(lane.waited) for lane in run_lanes.values()) == sum(len(one.waiting) for one in steps) > 0
 
 
-def test_states_are_a_character_a_step():
-    steps = [step([("a", 4, False)], ["b"]), step([("a", 1, True), ("b", 2, False)]), step([("b", 1, True)])]
-    assert plots.timeline_states(steps) == {"a": "pd ", "b": "wpd"}
-
-
 def test_what_happens_says_who_waits_prefills_decodes_and_leaves():
     steps = [
         step([("a", 4, False)], ["b", "c"]),
         step([("a", 1, True), ("b", 2, False), ("c", 5, False)]),
         step([("b", 1, True), ("c", 1, True)]),
     ]
-    assert plots.what_happens(steps, 1) == "Step 1 of 3: 2 wait, 1 prefills 4 tokens"
-    assert plots.what_happens(steps, 2) == "Step 2 of 3: 2 prefill 7 tokens, 1 decodes, request a leaves"
-    assert plots.what_happens(steps, 3) == "Step 3 of 3: 2 decode, 2 leave"
+    assert account(lanes(steps), steps, 1) == "Step 1 of 3: 2 wait, 1 prefills 4 tokens"
+    assert account(lanes(steps), steps, 2) == "Step 2 of 3: 2 prefill 7 tokens, 1 decodes, request a leaves"
+    assert account(lanes(steps), steps, 3) == "Step 3 of 3: 2 decode, 2 leave"
     for wrong in (0, 4):
         with pytest.raises(InvalidParameter, match="there are 3 steps, counted from 1"):
-            plots.what_happens(steps, wrong)
+            account(lanes(steps), steps, wrong)
     assert telling_steps(steps) == (2,)
 
 
 def test_a_request_that_is_aborted_while_it_waits_has_a_lane_and_leaves():
     steps = [step([("a", 4, False)], ["b"]), step([("a", 1, True)])]
-    assert plots.what_happens(steps, 1).endswith("1 waits, 1 prefills 4 tokens, request b leaves")
+    assert account(lanes(steps), steps, 1).endswith("1 waits, 1 prefills 4 tokens, request b leaves")
     assert len(plots.gantt(steps, upto=1).axes[0].get_yticks()) == 2
 
 
@@ -256,7 +186,7 @@ def test_the_replay_fades_what_comes_later_and_loses_nothing():
         figure = plots.gantt(steps, upto=n)
         assert area(figure, True) > 0.1 * whole
         assert area(figure, True) + area(figure, False) == pytest.approx(whole, rel=0.02)
-        assert head(figure) == plots.what_happens(steps, n)
+        assert head(figure) == account(lanes(steps), steps, n)
 
 
 def test_toy_timelines_count_steps_and_waste():
@@ -270,7 +200,7 @@ def test_toy_timelines_count_steps_and_waste():
 
 
 def test_without_steps_there_is_nothing_to_draw():
-    for draw in (plots.gantt, widgets.batch_replay, plots.timeline_states):
+    for draw in (plots.gantt, widgets.batch_replay):
         with pytest.raises(InvalidParameter, match="trace=True"):
             draw([])
 
@@ -298,17 +228,12 @@ def test_the_replay_shows_telling_steps_beside_the_slider():
     first, late = telling_steps(steps)
     assert gallery.captions == (f"step {first}", f"step {late}") and late == round(0.75 * len(steps))
     assert all(word in repr(gallery).splitlines()[0] for word in (" wait", " prefill", " decode", " leave"))
-    assert widgets.batch_replay(steps, at=[3], unit="s").captions == ("step 3",)
-    with pytest.raises(InvalidParameter, match="counted from 1"):
-        widgets.batch_replay(steps, at=[len(steps) + 1])
-    with pytest.raises(InvalidParameter, match=r"at=\(\)"):
-        widgets.batch_replay(steps, at=[])
 
 
 def test_streams_side_by_side_give_what_generate_gives(capsys):
     engine = LLMEngine(load_model("tiny-random", device="cpu"), max_model_len=64, trace=True)
     prompts = ["One, two", "<b>three</b>", [5, 6, 7]]
-    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 9, 5)]
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
     expected = engine.generate(prompts, params)
     engine.steps.clear()
     texts = widgets.stream_side_by_side(engine, prompts, params)
@@ -321,14 +246,8 @@ def test_streams_side_by_side_give_what_generate_gives(capsys):
 def test_streams_are_closed_whatever_happens():
     engine = LLMEngine(load_model("tiny-random", device="cpu"), max_model_len=64)
 
-    with pytest.raises(InvalidParameter, match="2 prompts and 1 params"):
-        widgets.stream_side_by_side(engine, ["a", "b"], [SamplingParams()])
     with pytest.raises(InvalidParameter, match="n > 1"):
         widgets.stream_side_by_side(engine, ["a"], SamplingParams(n=2, temperature=1.0))
-    with pytest.raises(InvalidParameter, match="columns=0"):
-        widgets.stream_side_by_side(engine, ["a"], columns=0)
-    with pytest.raises(InvalidParameter, match="2 prompts and 1 titles"):
-        widgets.stream_side_by_side(engine, ["a", "b"], titles=["one"])
     with pytest.raises(PromptTooLong):  # the first prompt, whose stream was open, must not be left in the engine
         widgets.stream_side_by_side(engine, ["a", [5] * 100])
     assert not engine.has_unfinished() and engine.stats()["running"] == 0

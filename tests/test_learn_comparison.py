@@ -3,28 +3,24 @@
 import dataclasses
 
 import pytest
+from pictures import check_picture
 
-from minfer_lib.bench.metrics import RunMetrics
-from minfer_lib.bench.results import Comparison, Row
+from minfer_lib.bench.metrics import Run
+from minfer_lib.bench.results import Result, Row
 from minfer_lib.errors import InvalidParameter
 from minfer_lib.learn import plots
-from minfer_lib.learn.style import Picture
 
 MIB = 2**20
 
 
-def row(engine, speed, ttft, tpot, kv=(None, None, None), weights=500, **changes):
-    metrics = RunMetrics(
-        requests=10, failed=0, prompt_tokens=300, output_tokens=150, prompt_len=(16, 48), output_len=(4, 28),
-        wall_s=10.0, tokens_per_s=speed,
-        ttft_ms=ttft, ttft_p95_ms=2 * ttft, tpot_ms=tpot, tpot_p95_ms=1.5 * tpot, e2e_ms=1.0,
-        e2e_p95_ms=2.0, concurrency=4, kv_tokens=40, kv_peak_tokens=200, preemptions=0,
+def row(engine, speed, ttft, tpot, kv=(None, None, None), weights=500):
+    runs = tuple(
+        Run(requests=10, failed=0, prompt_tokens=300, output_tokens=150, wall_s=150 / (speed * faster),
+            ttft=tuple(ttft / faster * share for share in (0.5, 1, 1, 1, 2)), tpot=(tpot / faster,) * 5)
+        for faster in (0.97, 1.0, 1.03)
     )  # fmt: skip
     reserved, held, used = (None if size is None else size * MIB for size in kv)
-    return Row(
-        engine, ttft_ms=ttft, tpot_ms=tpot, tokens_per_s=speed, tokens_per_s_range=(0.9 * speed, 1.1 * speed),
-        kv_reserved=reserved, kv_held=held, kv_used=used, weight_bytes=weights * MIB, metrics=metrics, **changes,
-    )  # fmt: skip
+    return Row(engine, runs, kv_reserved=reserved, kv_held=held, kv_used=used, weight_bytes=weights * MIB)
 
 
 @pytest.fixture
@@ -35,28 +31,26 @@ def found():
         row("cached", 12.0, 4000, 70, kv=(90, 90, 2)),
         row("slots", 30.0, 700, 100, kv=(360, 360, 9)),
         row("int8", 40.0, 500, 80, kv=(360, 360, 9), weights=210),
-        row("paged", 29.0, 710, 103, kv=(360, 10, 9)),
-        Row("elsewhere", "reported", "somebody", tokens_per_s=1000.0),
+        row("paged", 29.5, 710, 102, kv=(360, 10, 9)),
+        Row("elsewhere", kind="reported", source="somebody", told={"tokens_per_s": 1000.0}),
     ]
-    return Comparison(rows, {"fast": False}, {})
+    return Result("ladder", rows, {"fast": False}, {})
 
 
 STEPS = {"KV cache": ("naive", "cached"), "batching": ("cached", "slots"), "paging": ("slots", "paged")}
+PICTURES = [
+    plots.throughput_ladder,
+    lambda found: plots.throughput_ladder(found, base="naive"),
+    plots.latency_spread,
+    plots.memory_of_engines,
+    lambda found: plots.gains_and_costs(found, STEPS),
+]
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda found: plots.throughput_ladder(found),
-        lambda found: plots.throughput_ladder(found, base="naive"),
-        plots.latency_spread,
-        plots.memory_of_engines,
-        lambda found: plots.gains_and_costs(found, STEPS),
-    ],
-)
+@pytest.mark.parametrize("draw", PICTURES)
 def test_pictures_are_drawn_without_what_is_reported(draw, found):
-    picture = draw(found)
-    assert isinstance(picture, Picture) and "elsewhere" not in picture.alt and len(picture.png()) < 120_000
+    check_picture(lambda: draw(found))
+    assert "elsewhere" not in draw(found).alt
 
 
 def texts(picture):
@@ -67,18 +61,25 @@ def test_headlines_are_computed(found):
     assert "int8: 8.0 times the tokens/s of naive" in texts(plots.throughput_ladder(found, base="naive"))
     slower = dataclasses.replace(found, rows=[found.row("int8"), found.row("naive")])
     assert "No row is faster than int8" in texts(plots.throughput_ladder(slower))
-    assert "int8, 1.0 s" in texts(plots.latency_spread(found))
+    assert "int8: 1.0 s" in texts(plots.latency_spread(found))
     memory = texts(plots.memory_of_engines(found))
     assert "cached leaves 98% empty, paged 10%" in memory and "held: not told" in memory and "none kept" in memory
     assert "batching gained most in tokens/s here, 2.5 times" in texts(plots.gains_and_costs(found, STEPS))
 
 
+def test_the_readers_own_engine_is_hatched_and_what_overlaps_has_no_ratio(found):
+    mine = dataclasses.replace(found.row("slots"), engine="yours")
+    picture = plots.throughput_ladder(dataclasses.replace(found, rows=[found.row("slots"), mine]))
+    assert [bool(bar.get_hatch()) for bar in picture.axes[0].patches] == [False, True]
+    assert "no difference" in texts(picture)
+
+
 def test_factors_are_over_one_where_it_got_better(found):
     factors = plots.step_factors(found, "cached", "slots")
-    assert factors == pytest.approx(
-        {"tokens/s": 2.5, "TTFT p95": 4000 / 700, "TPOT": 0.7, "cache held": 0.25, "weights": 1.0}
-    )
+    expected = {"tokens/s": 2.5, "TTFT": 4000 / 700, "TPOT": 0.7, "cache held": 0.25, "weights": 1.0}
+    assert factors == pytest.approx(expected)
     assert "cache held" not in plots.step_factors(found, "naive", "cached")  # the naive engine holds none
+    assert "tokens/s" not in plots.step_factors(found, "slots", "paged")  # their runs overlap
 
 
 def test_what_cannot_be_drawn_is_refused(found):

@@ -1,9 +1,7 @@
 """Pictures of chapter 5 and the threshold under a slider: labels are apart, and captions are counted again here."""
 
 import functools
-import itertools
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -11,14 +9,15 @@ import test_learn_ch05 as solutions
 import torch
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
-from test_learn_plots import drawn_texts, head
+from pictures import check_picture, head, texts_of
 
+from minfer_lib.bench.results import QualityRow, Result
 from minfer_lib.errors import InvalidParameter
 from minfer_lib.learn import outliers, plots, widgets
 from minfer_lib.learn.checks import ch05
-from minfer_lib.learn.plots.numbers import Grid, fitting
-from minfer_lib.learn.sliders import Slider
-from minfer_lib.learn.style import Picture, colour_of
+from minfer_lib.learn.plots.numbers import Grid
+from minfer_lib.learn.plots.parts import fitting
+from minfer_lib.learn.style import colour_of
 from minfer_lib.quant import absmax
 
 MIB = 2**20
@@ -107,7 +106,6 @@ EXAMPLES = {
     "bytes_moved": lambda: plots.bytes_moved(MOVED),
     "ways_timed": lambda: plots.ways_timed(ways()),
     "ways_timed, 4 counts": lambda: plots.ways_timed(ways((1, 8, 32, 128))),
-    "ways_timed, relative": lambda: plots.ways_timed(ways((1, 8, 32, 128)), relative_to="float32"),
     "ways_timed, gaps": lambda: plots.ways_timed({"a": {1: 2.0, 8: 3.0}, "b": {8: 1.0}}, highlight=()),
     "ways_timed, one": lambda: plots.ways_timed(ways((1,), 3), unit="µs"),
     "memory_budget": lambda: plots.memory_budget(BUDGET),
@@ -135,32 +133,9 @@ EXAMPLES = {
 }
 
 
-@functools.cache
-def made(name: str) -> tuple[Picture, bytes]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        figure = EXAMPLES[name]()
-        return figure, figure.png()
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_labels_are_inside_of_the_card_and_do_not_cover_each_other(name):
-    figure, png = made(name)
-    texts = drawn_texts(figure)
-    width, height = figure.get_size_inches() * figure.dpi
-    for text, box in texts:
-        inside = box.x0 >= 3 and box.y0 >= 3 and box.x1 <= width - 3 and box.y1 <= height - 3
-        assert inside, f"{text.get_text()!r} leaves the card: {box}"
-    for (a, one), (b, other) in itertools.combinations(texts, 2):
-        shared_x = min(one.x1, other.x1) - max(one.x0, other.x0)
-        shared_y = min(one.y1, other.y1) - max(one.y0, other.y0)
-        assert shared_x < 2 or shared_y < 3, f"{a.get_text()!r} and {b.get_text()!r} overlap"
-    assert len(png) < 60_000 and len(figure.alt) > 10 and texts
-    assert width <= 9.6 * figure.dpi
-
-
-def texts_of(figure, axis=0):
-    return [t.get_text() for t in figure.axes[axis].texts if t.get_text()]
+    check_picture(EXAMPLES[name])
 
 
 def test_a_title_replaces_what_was_computed():
@@ -276,13 +251,11 @@ def test_the_fastest_way_is_named_at_each_number_of_rows():
     times = {"float32": {1: 2.0, 8: 4.0}, "int8 (ours)": {1: 1.0, 8: 5.0}, "slow": {1: 40.0}}
     figure = plots.ways_timed(times)
     assert head(figure) == "Fastest: int8 (ours) at 1 row; float32 at 8 rows"
-    assert [len(ax.patches) for ax in figure.axes] == [3, 2] and " not measured" in texts_of(figure, 1)
-    assert [to_hex(bar.get_facecolor()) == colour_of("int8") for bar in figure.axes[0].patches] == [False, True, False]
-    ratios = plots.ways_timed(times, relative_to="float32")
-    assert texts_of(ratios) == ["1.00×", "0.50×", "20×"] and texts_of(ratios, 1)[:2] == ["1.00×", "1.25×"]
-    assert [t.get_weight() for t in ratios.axes[0].texts] == ["normal", "bold", "normal"]
-    bars = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in ratios.axes[0].patches]
-    assert [tuple(map(float, bar)) for bar in bars] == [(1.0, 1.0), (1.0, 0.5), (1.0, 20.0)]
+    assert texts_of(figure) == ["2", "1", "40"] and texts_of(figure, 1) == ["4", "5", "not measured"]
+    assert [t.get_weight() for t in figure.axes[0].texts] == ["normal", "bold", "normal"]
+    dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert [to_hex(dot.get_color()) == colour_of("int8") for dot in dots] == [False, True, False]
+    assert [float(dot.get_xdata()[0]) for dot in dots] == [2.0, 1.0, 40.0]
 
 
 def test_a_headline_that_would_leave_the_card_is_said_shorter():
@@ -315,14 +288,12 @@ def test_quality_is_drawn_at_its_size_and_its_divergence():
 
 
 def test_quality_takes_the_tables_of_bench():
-    from minfer_lib.bench.quality_table import QualityRow, QualityTable
-
     rows = [
-        QualityRow(name=name, perplexity=ppl, perplexity_change=0.0, kl=kl, top1=0.9, top1_stderr=0.01, tokens=100,
+        QualityRow(engine=name, perplexity=ppl, perplexity_change=0.0, kl=kl, top1=0.9, top1_stderr=0.01, tokens=100,
                    bytes=size, dtype="float32")
         for name, ppl, kl, size in (("bfloat16", 20.0, 0.0, 100), ("int8", 21.0, 0.01, 60))
     ]  # fmt: skip
-    figure = plots.quality_map(QualityTable(rows, {}, {}))
+    figure = plots.quality_map(Result("quality", rows, {}, {}))
     assert head(figure) == "int8: 60% of bfloat16's bytes, perplexity 20.00 → 21.00"
     with pytest.raises(InvalidParameter, match="'fp64' is no row of the table"):
         plots.quality_map(rows, base="fp64")
@@ -354,29 +325,37 @@ def test_errors_of_the_three_products_are_those_of_the_package():
     assert split < token < tensor
 
 
-def test_the_explorer_begins_where_few_features_stay_in_float(monkeypatch):
+@pytest.fixture
+def asked(monkeypatch):
+    """What `outlier_explorer` hands to `explore`: (draw, the slider, the positions of the static picture)."""
+
+    def get(*tensors):
+        seen = {}
+        monkeypatch.setattr(outliers, "explore", lambda draw, **rest: seen.update(draw=draw, **rest))
+        widgets.outlier_explorer(*tensors)
+        return seen["draw"], seen["threshold"], [position["threshold"] for position in seen["positions"]]
+
+    return get
+
+
+def test_the_explorer_begins_where_few_features_stay_in_float(asked):
     x, weight = layer()
-    gallery = widgets.outlier_explorer(x, weight)
-    few, tenth = (len(absmax.outlier_features(x, t)) for t in outliers.telling_thresholds(x)[1:])
-    assert 1 <= few <= 15 < tenth <= 30
-    assert f"{few} of 300 features" in repr(gallery).splitlines()[0]
-    assert f"{tenth} of 300 features" in repr(gallery).splitlines()[1]
-    seen = {}
-    monkeypatch.setattr(outliers, "explore", lambda draw, positions, **controls: seen.update(draw=draw, **controls))
-    widgets.outlier_explorer(x, weight)
-    slider: Slider = seen["threshold"]
+    draw, slider, (few, tenth) = asked(x, weight)
+    counts = [len(absmax.outlier_features(x, threshold)) for threshold in (few, tenth)]
+    assert few == outliers.PAPER and 1 <= counts[0] <= 15 < counts[1] <= 45
     assert slider.low <= slider.value <= slider.high and slider.high > float(x.abs().max())
-    for end in (slider.low, slider.high):
+    for end in (slider.low, few, tenth, slider.high):
         count = len(absmax.outlier_features(x, end))
-        assert head(seen["draw"](end)).startswith(f"{count} of 300 features")
+        assert head(draw(end)).startswith(f"{count} of 300 features")
 
 
 @pytest.mark.parametrize("size", [1e-3, 0.3, 1.0, 40.0, 3e4])
-def test_thresholds_suit_activations_of_any_size(size):
+def test_thresholds_suit_activations_of_any_size(asked, size):
     x = layer()[0] * size
-    step, few, tenth = outliers.telling_thresholds(x)
-    assert 0 < step <= tenth <= few <= float(x.abs().max()) and 40 <= float(x.abs().max()) / step <= 81
-    assert len(widgets.outlier_explorer(x, layer()[1]).pictures) == 1 + (tenth < few)
+    _, slider, positions = asked(x, layer()[1])
+    assert 20 <= (slider.high - slider.low) / slider.step <= 220
+    assert all(slider.low <= threshold <= float(x.abs().max()) for threshold in positions)
+    assert positions == sorted(positions, reverse=True)
 
 
 def test_tensors_that_do_not_belong_together_are_refused():

@@ -1,21 +1,17 @@
 """Every plot: its labels are on the card and apart from each other, and its captions are computed from the data."""
 
-import functools
-import itertools
-import warnings
-from unittest import mock
-
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.text import Text
-from matplotlib.transforms import Bbox
+from pictures import check_picture, drawn_texts, head
 
+from minfer_lib.errors import InvalidParameter
 from minfer_lib.learn import plots
-from minfer_lib.learn.plots.memory import balanced, spread
-from minfer_lib.learn.plots.profile import shortened
+from minfer_lib.learn.plots import maps
+from minfer_lib.learn.plots.parts import balanced, spread
 from minfer_lib.learn.plots.tokens import visible
-from minfer_lib.learn.style import Picture, colour_of
+from minfer_lib.learn.style import colour_of
+from minfer_lib.models.memory import ModelShape
+from minfer_lib.models.shapes import SHAPES, shape_config
 
 GIB = 2**30
 STEP = ("decode", 1, 0.018)
@@ -28,12 +24,7 @@ EXAMPLES = {
     "token_boxes": lambda: plots.token_boxes(WORDS * 3, list(range(1, 40)), special=[1]),
     "token_boxes without ids": lambda: plots.token_boxes(["The", " cat"]),
     "top_tokens": lambda: plots.top_tokens(WORDS, [0.4, 0.2, 0.1, 0.05, 0.0004] + [0.01] * 8, chosen=0),
-    "filtered_bars, min_p": lambda: plots.filtered_bars(
-        WORDS[:4], [0.5, 0.3, 0.15, 0.05], [0.62, 0.38, 0, 0], cut_probability=0.2
-    ),
-    "filtered_bars, top_k": lambda: plots.filtered_bars(
-        WORDS[:4], [0.5, 0.3, 0.15, 0.05], [1.0, 0, 0, 0], cut_rank=1, width=4.7
-    ),
+    "filtered_bars, narrow": lambda: plots.filtered_bars(WORDS[:4], BEFORE, [1.0, 0, 0, 0], width=4.7),
     "filtered_bars, top_p": lambda: plots.filtered_bars(
         WORDS[:4], [0.5, 0.3, 0.15, 0.05], [0.62, 0.38, 0, 0], cumulative=True
     ),
@@ -91,59 +82,45 @@ EXAMPLES = {
     "cache_fill": lambda: plots.cache_fill([12, 30, 7], 48),
     "cache_fill, long": lambda: plots.cache_fill([300, 1200], [2048, 4096], bytes_per_token=46080, labels=["a", "b"]),
     "head_groups": lambda: plots.head_groups(28, 4),
+    **{f"engine_map, {part}": lambda part=part: plots.engine_map(part) for part in maps.PARTS},
+    "engine_map": lambda: plots.engine_map(),
+    "engine_map, several": lambda: plots.engine_map(["cache", "attention"], layers=28, title="Mine"),
+    **{f"decoder_layer, {model}": lambda model=model: plots.decoder_layer(shape_config(model)) for model in SHAPES},
     "head_groups, mistaken": lambda: plots.head_groups(9, 3, reads=[n % 3 for n in range(9)], title="Not like this"),
 }
 
 
-def drawn_texts(figure: Picture) -> list[tuple[Text, Bbox]]:
-    """Every text that is really drawn, with the box that it takes in pixels."""
-    found, draw = [], Text.draw
-
-    def record(text: Text, renderer: object) -> None:
-        draw(text, renderer)
-        if text.get_visible() and text.get_text().strip():
-            found.append((text, text.get_window_extent(renderer)))
-
-    FigureCanvasAgg(figure)
-    with mock.patch.object(Text, "draw", record):
-        figure.canvas.draw()
-    return found
-
-
-@functools.cache
-def made(name: str) -> tuple[Picture, bytes]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a glyph that the font lacks, a layout that failed
-        figure = EXAMPLES[name]()
-        return figure, figure.png()
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_labels_are_inside_of_the_card_and_do_not_cover_each_other(name):
-    figure, _ = made(name)
-    texts = drawn_texts(figure)
-    width, height = figure.get_size_inches() * figure.dpi
-    assert texts
-    for text, box in texts:
-        inside = box.x0 >= 3 and box.y0 >= 3 and box.x1 <= width - 3 and box.y1 <= height - 3
-        assert "\\math" not in text.get_text(), "a tick label that only a formula could draw"
-        assert inside, f"{text.get_text()!r} leaves the card: {box}"
-    upright = [(text, box) for text, box in texts if text.get_rotation() in (0, 90)]
-    for (a, one), (b, other) in itertools.combinations(upright, 2):
-        shared_x = min(one.x1, other.x1) - max(one.x0, other.x0)
-        shared_y = min(one.y1, other.y1) - max(one.y0, other.y0)
-        assert shared_x < 2 or shared_y < 3, f"{a.get_text()!r} and {b.get_text()!r} overlap"
+    check_picture(EXAMPLES[name])
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_pictures_are_small_and_say_what_they_show(name):
-    figure, png = made(name)
-    assert len(png) < 60_000
-    assert len(figure.alt) > 10 and repr(figure) == figure.alt
+def fills(figure):
+    return [patch.get_facecolor() for patch in figure.axes[0].patches]
 
 
-def head(figure: Picture) -> str:
-    return figure.texts[0].get_text()
+def test_the_map_is_the_same_everywhere_but_for_what_is_lit():
+    plain = plots.engine_map()
+    for part in maps.PARTS:
+        lit = plots.engine_map([part])
+        changed = [n for n, (one, other) in enumerate(zip(fills(plain), fills(lit), strict=True)) if one != other]
+        assert len(changed) == 1
+        assert [t.get_text() for t in lit.axes[0].texts] == [t.get_text() for t in plain.axes[0].texts]
+        assert part in head(lit) and lit.alt.startswith(head(lit))
+    assert len(set(maps.PARTS)) == 13
+    with pytest.raises(InvalidParameter, match=r"lit='warp'.*`attention`"):
+        plots.engine_map("warp")
+
+
+def test_a_layer_has_the_shapes_of_its_config():
+    shape = ModelShape.from_config(shape_config("smollm2-135m"))
+    figure = plots.decoder_layer(shape)
+    texts = [t.get_text() for t in figure.axes[0].texts]
+    assert {"576 → 9 × 64", "2 × [S, 3, 64]", "[9, n, S] scores", "9 × 64 → 576", "1,536 → 576"} <= set(texts)
+    assert texts.count("576 → 3 × 64") == texts.count("576 → 1,536") == 2
+    per_layer = (shape.parameters - shape.vocab * shape.hidden - shape.hidden) / shape.layers - 2 * shape.hidden
+    share = 3 * 576 * 1536 / per_layer
+    assert head(figure) == f"One of 30 layers: {per_layer / 1e6:.1f} M weights, {share:.0%} of them feed-forward"
 
 
 def test_recomputed_keys_counts_what_it_draws():
@@ -201,7 +178,7 @@ def test_captions_are_computed():
     roof = plots.roofline(1e15, 4e12, {"decode": (1, None)})
     assert head(roof) == "Below 250 FLOP for each byte, this machine waits for memory"
     bars = plots.filtered_bars(["a", "b", "c"], [0.5, 0.3, 0.2], [0.625, 0.375, 0.0])
-    assert head(bars) == "2 of 3 tokens kept; they had 80.0%"
+    assert head(bars) == "2 of 3 tokens kept; they held 80.0%"
     assert head(plots.filtered_bars(["a", "b"], [0.5, 0.5], [0.9, 0.1])) == "All 2 tokens kept"
 
 
@@ -269,4 +246,3 @@ def test_narrow_stretches_are_named_above_the_line():
 
 def test_labels_are_spread_upwards_in_order():
     assert spread([5.0, 5.0, 0.0], 1.0) == [5.0, 6.0, 0.0]
-    assert shortened("a" * 50) == "a" * 19 + "…" + "a" * 10

@@ -1,5 +1,6 @@
 """`show`: the lines are those of the file, the caption is relative, and what has no source is refused with reasons."""
 
+import dataclasses
 import functools
 import html
 import inspect
@@ -15,8 +16,8 @@ from test_learn_style import contrast
 import minfer_lib
 from minfer_lib.errors import InvalidParameter, MinferError
 from minfer_lib.generation import sampling
-from minfer_lib.learn import notebooks, show
-from minfer_lib.learn.code_view import _KINDS
+from minfer_lib.learn import notebooks, show, show_kernel
+from minfer_lib.learn.code_view import COLOURS
 from minfer_lib.learn.source import Source
 from minfer_lib.models import memory
 
@@ -94,12 +95,6 @@ def test_only_takes_one_name_and_functions_of_a_module():
     assert show(sampling, only="SORT_FIRST").lines[0][1].startswith("SORT_FIRST = ")
 
 
-def test_lines_option():
-    first = show(sampling.uniform).lines[0][0]
-    assert [n for n, _ in show(sampling.uniform, lines=(first, first + 1)).lines] == [first, first + 1]
-    assert show(sampling.uniform, lines=(first, first)).caption == f"minfer_lib/generation/sampling.py, line {first}"
-
-
 def test_docstring_false_keeps_only_its_first_line():
     long, short = repr(show(sampling.uniform)), repr(show(sampling.uniform, docstring=False))
     summary, rest = inspect.getdoc(sampling.uniform).split("\n\n", 1)
@@ -155,12 +150,49 @@ def test_an_instance_is_told_the_name_of_its_class():
         show(sampling.Sampler())
 
 
-def test_wrong_names_and_lines_say_what_is_possible():
-    with pytest.raises(InvalidParameter, match=r"only='nothing'.*Sampler has `__call__`, .* or `peak_bytes`"):
+def test_wrong_names_say_what_is_possible():
+    with pytest.raises(InvalidParameter, match=r"'nothing' cannot be shown: Sampler has `__call__`, .*`"):
         show(sampling.Sampler, only="nothing")
-    for lines in ((1, 2), (10**6, 10**6 + 1)):
-        with pytest.raises(InvalidParameter, match="this source has the lines"):
-            show(sampling.uniform, lines=lines)
+
+
+def kernel_lines(file):
+    return (PACKAGE / "kernels" / file).read_text(encoding="utf-8").splitlines()
+
+
+def test_a_kernel_in_c_is_shown_between_its_markers():
+    file = "c/int8_linear.c"
+    source, whole = show_kernel(file, "quantize_row", "dot32"), kernel_lines(file)
+    code = [(number, text) for number, text in source.lines if number is not None]
+    assert all(whole[number - 1] == text for number, text in code)
+    assert code[0][1].startswith("/* One token to codes") and whole[code[0][0] - 2] == "/* [quantize_row] */"
+    assert code[-1][1] == "}" and whole[code[-1][0]] == "/* [end] */"
+    assert sum("(" in text and text.startswith("static") for _, text in code) == 2
+    assert [text for number, text in source.lines if number is None] != []  # what stands between the two is left out
+    assert [text for _, text in show_kernel(file).lines] == whole
+    assert source.caption.startswith("minfer_lib/kernels/c/int8_linear.c, lines ")
+
+
+def test_a_kernel_in_python_is_shown_without_being_imported():
+    source = show_kernel("triton/paged_kernels.py", "_pool_rows")
+    assert source.lines[0][1] == "@triton.jit" and source.lines[1][1].startswith("def _pool_rows(")
+    assert all(kernel_lines("triton/paged_kernels.py")[number - 1] == text for number, text in source.lines)
+
+
+def test_every_part_of_a_kernel_that_a_chapter_shows_is_there():
+    cells = "".join(path.read_text(encoding="utf-8") for path in (PACKAGE.parent / "notebooks").rglob("*.ipynb"))
+    calls = re.findall(r"show_kernel\(([^)]*)\)", cells.replace('\\"', '"'))
+    assert calls
+    for call in calls:
+        assert len(show_kernel(*re.findall(r'"([^"]+)"', call)).lines) > 3
+
+
+def test_kernels_that_are_not_there_are_told():
+    with pytest.raises(InvalidParameter, match=r"'c/no\.c'.* there are `c/int8_linear\.c`"):
+        show_kernel("c/no.c")
+    with pytest.raises(InvalidParameter, match=r"int8_linear\.c has `dot32`, `dynamic` or `quantize_row`"):
+        show_kernel("c/int8_linear.c", "nothing")
+    with pytest.raises(InvalidParameter, match=r"paged_kernels\.py has .*`merge_kernel`"):
+        show_kernel("triton/paged_kernels.py", "nothing")
 
 
 def test_html_shows_the_same_text_as_the_terminal():
@@ -175,7 +207,8 @@ def test_html_shows_the_same_text_as_the_terminal():
 def test_html_is_coloured_and_escaped():
     lines = ((1, "def f(a):"), (2, '    return a < 3  # & "so"'))
     page = Source("x.py, lines 1-2", lines, whole="\n".join(text for _, text in lines), first=1)._repr_html_()
-    assert 'class="minfer-k"' in page and 'class="minfer-c"' in page and "a &lt; " in page and "&amp;" in page
+    assert COLOURS["Keyword"] in page.lower() and f"{COLOURS['Comment']}" in page
+    assert "&lt;" in page and "&amp;" in page and "<script" not in page
 
 
 def test_the_size_of_the_font_survives_a_viewer_that_drops_variables():
@@ -185,12 +218,13 @@ def test_the_size_of_the_font_survives_a_viewer_that_drops_variables():
     assert (kept["font-size"], kept["line-height"]) == ("12px", "1.45")
 
 
-def test_colours_survive_a_slice_that_begins_inside_a_docstring():
-    first = show(sampling.uniform).lines[0][0]
-    page = show(sampling.uniform, lines=(first + 2, first + 3))._repr_html_()
-    assert 'class="minfer-s"' in page  # prose of the docstring, not code
+def test_colours_survive_where_lines_are_left_out_inside_a_docstring():
+    source = show(sampling.uniform)
+    inside = dataclasses.replace(source, lines=source.lines[2:4])
+    page = inside._repr_html_().lower()
+    assert COLOURS["String"] in page and COLOURS["Keyword"] not in page
 
 
 def test_colours_can_be_read_on_white_and_on_black():
-    for colour, _ in _KINDS.values():
+    for colour in COLOURS.values():
         assert contrast(colour, "#ffffff") >= 4.0 and contrast(colour, "#111111") >= 4.0

@@ -75,12 +75,15 @@ def test_text_on_fills_can_be_read():
         ("HF static batch, cached", None),
         ("vLLM", None),
         ("something else", None),
+        ("yours", "yours"),
+        ("yours, on slots", "yours"),
     ],
 )
 def test_labels_find_their_engine(label, family):
     assert style.engine_family(label) == family
     assert colour_of(label) == (ENGINE_COLOURS[family] if family else style.PEER_FILL)
-    assert bar_style(label)["edgecolor"] == ("none" if family else INK)
+    assert bar_style(label)["edgecolor"] == ("none" if family not in (None, "yours") else INK)
+    assert ("hatch" in bar_style(label)) is (family == "yours")
 
 
 def test_an_engine_itself_has_its_colour():
@@ -88,7 +91,7 @@ def test_an_engine_itself_has_its_colour():
         name = "cached"
 
     assert colour_of(Engine()) == ENGINE_COLOURS["cached"]
-    assert len({style.marker_of(e) for e in (*ENGINE_COLOURS, "hf generate")}) == 7
+    assert len({style.marker_of(e) for e in (*ENGINE_COLOURS, "hf generate")}) == 8
 
 
 @drawing

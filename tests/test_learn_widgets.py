@@ -68,6 +68,41 @@ def test_moving_a_control_replaces_the_one_image():
     assert image.value != before and message.value == "" and len(box.children) == 4
 
 
+def test_a_control_ends_where_the_others_make_it_end():
+    drawn = []
+
+    def follow(step, size):
+        drawn.append((step, size))
+        return draw(step, "a")
+
+    controls = {
+        "step": Slider(1, lambda step, size: 4 * size, 1, 8, play=True),
+        "size": Choice(lambda step, size: (2, 3) if step > 15 else (2, 3, 5), 5),
+    }
+    box = live(follow, controls)
+    (step, button), size = box.children[0].children, box.children[1]
+    assert (step.max, button.max, drawn) == (20, 20, [(8, 5)])
+    step.value = 16
+    assert [option for _, option in size.options] == [2, 3] and drawn[-1][1] == size.value == 3
+    size.value = 2
+    assert step.max == 8 and drawn[-1] == (8, 2) and len(drawn) == 3  # one picture for one movement
+
+
+def test_no_position_of_a_slider_of_the_cache_repeats_another(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(widgets, "explore", lambda draw, positions, **controls: seen.update(draw=draw, **controls))
+    widgets.cache_explorer()
+    box = live(seen.pop("draw"), seen)
+    _, _, limit, average, _, _, image = box.children
+    for tokens in (256, 2048):
+        limit.value = tokens
+        pictures = []
+        for _, length in average.options:
+            average.value = length
+            pictures.append(image.value)
+        assert len(set(pictures)) == len(pictures) > 3
+
+
 def test_a_value_that_cannot_be_drawn_is_reported_in_place_and_forgotten():
     box = live(draw, CONTROLS)
     length, _name, message, image = box.children
@@ -98,11 +133,11 @@ def test_without_ipywidgets_there_is_the_picture(monkeypatch, capsys):
 
     module = __import__("sys").modules["minfer_lib.learn.sliders"]
     monkeypatch.setattr(module, "in_notebook", lambda: True)
-    monkeypatch.setattr(IPython.display, "display", shown.append)
+    monkeypatch.setattr(IPython.display, "display", lambda data, **_: shown.append(data))
     monkeypatch.setattr(builtins, "__import__", without)
     assert explore(draw, positions=[{}], **CONTROLS) is None
     assert "need ipywidgets" in capsys.readouterr().out
-    assert [type(s) for s in shown] == [Gallery]
+    assert [set(data) for data in shown] == [{"image/png", "text/plain"}]
 
 
 # -- the widgets of the chapters ------------------------------------------------------------------------------------
@@ -202,13 +237,13 @@ def test_every_option_of_every_control_can_be_drawn(make, monkeypatch):
     )
     make()
     begin = {name: control.value for name, control in seen["controls"].items()}
-    for name, control in seen["controls"].items():
-        ends = (control.options[0], control.options[-1])
-        for value in control.options if name == "model" else ends:
+    ends = {name: [option for _, option in control._named(begin)] for name, control in seen["controls"].items()}
+    for name, options in ends.items():
+        for value in options if name == "model" else (options[0], options[-1]):
             assert isinstance(seen["draw"](**(begin | {name: value})), Picture)
-    extremes = [(c.options[0], c.options[-1]) for c in seen["controls"].values()]
+    extremes = [(options[0], options[-1]) for options in ends.values()]
     for values in itertools.islice(itertools.product(*extremes), 8):
-        seen["draw"](**dict(zip(seen["controls"], values, strict=True))).png(compact=False)
+        seen["draw"](**dict(zip(ends, values, strict=True))).png(compact=False)
 
 
 # -- all of it in a notebook ----------------------------------------------------------------------------------------

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import checks, plots, widgets
-    from .kernel_view import show_kernel
     from .quiet import quiet_stderr
     from .sliders import explore
-    from .source import show
+    from .source import show, show_kernel
     from .style import colour_of, use_style
 
 _HOME = {
     "quiet_stderr": "quiet",
     "show": "source",
-    "show_kernel": "kernel_view",
+    "show_kernel": "source",
     "colour_of": "style",
     "use_style": "style",
     "explore": "sliders",

@@ -1,4 +1,4 @@
-"""Executes the chapters in place: `python -m minfer_lib.learn.notebooks [FILES...] [--check]`.
+"""Executes the chapters in place, one after the other: `python -m minfer_lib.learn.notebooks [FILES...] [--check]`.
 
 Invariant: a notebook on disk is either untouched, or executed from top to bottom without an error under the Python that
 runs this module, and normalised. Two executions on two machines then differ in what the cells printed and in nothing
@@ -6,7 +6,7 @@ else: no time stamps, no version of Python, no random ids of widgets, no progres
 without changing what a cell said (a path of the machine, an address of memory, too much of everything) is refused.
 
 Widgets: their state is dropped, since it is large, random and shown by no web page that renders notebooks. A short line
-takes the place of each, and the static picture that a chapter draws beside it stays.
+takes the place of each, above the static picture that came with it.
 """
 
 from __future__ import annotations
@@ -22,38 +22,32 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import nbformat
-from jupyter_client.kernelspec import KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbconvert.preprocessors import ClearMetadataPreprocessor
 from nbformat import NotebookNode
 from tqdm import tqdm
-from traitlets import default
 
 from minfer_lib.errors import MinferError
 
 PROJECT = Path(__file__).resolve().parents[2]
 MAX_BYTES = 2**20
 WIDGET_LINE = "(An interactive widget appears here when this cell runs.)"
-DEFAULTS = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "JUPYTER_PLATFORM_DIRS": "1"}
+# JUPYTER_PREFER_ENV_PATH: the kernel of the Python that runs this, whatever others the machine has under the same name
+DEFAULTS = {
+    "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "JUPYTER_PLATFORM_DIRS": "1",
+    "JUPYTER_PREFER_ENV_PATH": "1", "TQDM_DISABLE": "1",
+}  # fmt: skip
 
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+_BAR = re.compile(r"\d+%\||\d+\S* \[\d+:\d+")  # tqdm's bars that ask to be shown all the same
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_PROGRESS = re.compile(r"\d+%\|.*\|.*\[.*\]|\d+(\.\d+)?[kMG]?(it|B) \[\d+:\d+.*\]")  # tqdm with and without a total
 _ANY_HOME = r"/(?:home|Users|root|tmp)/\w|[A-Z]:\\Users"
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 
 
 class NotebookFailed(MinferError):
     """A notebook was not written: a cell failed, or an output has no place in a committed notebook."""
-
-
-class _ThisPython(AsyncKernelManager):
-    """Starts the kernel of the Python that runs this module, whatever kernels the machine has under the same name."""
-
-    @default("kernel_spec_manager")
-    def _no_other_kernels(self) -> KernelSpecManager:
-        return KernelSpecManager(kernel_dirs=[])  # no folder to look in: what is left is the native kernel
 
 
 def find_notebooks(folder: Path = PROJECT / "notebooks") -> list[Path]:
@@ -71,19 +65,11 @@ def find_notebooks(folder: Path = PROJECT / "notebooks") -> list[Path]:
 
 
 def read(path: Path) -> NotebookNode:
-    """The notebook in `path`, as format 4.5, every cell with an id (an id that is missing becomes its number).
-
-    Raises `NotebookFailed` if the file is not there or is no notebook.
-    """
+    """The notebook in `path`. Raises `NotebookFailed` if the file is not there or is no notebook."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw["nbformat"] == 4:
-            raw["nbformat_minor"] = 5
-            for number, cell in enumerate(raw["cells"]):
-                cell.setdefault("id", f"cell-{number}")  # nbformat would invent random ones, anew in every run
-        nb = nbformat.reads(json.dumps(raw), as_version=4)
+        nb = nbformat.read(path, as_version=4)
         nbformat.validate(nb)
-    except (OSError, ValueError, KeyError, TypeError, nbformat.ValidationError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, nbformat.ValidationError) as error:
         raise NotebookFailed(
             f"{path} was to be executed, but it cannot be read as a notebook ({str(error).splitlines()[0]}). "
             "Give the path of an .ipynb file."
@@ -98,31 +84,32 @@ def execute(path: Path, *, timeout_s: int = 900, progress: bool = True) -> Noteb
 
     Raises:
         NotebookFailed: the file is no notebook; a cell raised (and is not tagged `raises-exception`), took too long or
-            killed the kernel; a widget's callback raised; or an output has no place in a committed notebook.
+            killed the kernel; a widget cannot be drawn; or an output has no place in a committed notebook.
     """
     nb = read(path)
-    code_cells = sum(1 for cell in nb.cells if cell.cell_type == "code" and cell.source.strip())
-    bar = tqdm(total=code_cells, desc=_shown(path), unit="cell", disable=not progress, leave=False)
+    code = [(n, cell) for n, cell in enumerate(nb.cells, 1) if cell.cell_type == "code" and cell.source.strip()]
+    bar = tqdm(total=len(code), desc=_shown(path), unit="cell", disable=not progress, leave=False)
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)  # the kernel inherits them
     client = NotebookClient(
-        nb,
-        kernel_manager_class=_ThisPython,
-        kernel_name="python3",
-        timeout=timeout_s,
-        resources={"metadata": {"path": str(path.resolve().parent)}},
-        coalesce_streams=True,
-        record_timing=False,
-        on_cell_execute=lambda cell, cell_index: bar.set_postfix_str(f"cell {cell_index + 1}"),
-        on_cell_executed=lambda cell, cell_index, execute_reply: bar.update(),
-    )
+        nb, kernel_name="python3", timeout=timeout_s, resources={"metadata": {"path": str(path.resolve().parent)}},
+        coalesce_streams=True, record_timing=False, on_cell_executed=lambda **_: bar.update(),
+    )  # fmt: skip
     try:
         client.execute()
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-        raise NotebookFailed(_describe_failure(path, nb, client.code_cells_executed, error)) from error
+        number, cell = code[max(client.code_cells_executed, 1) - 1]
+        what = error.traceback if isinstance(error, CellExecutionError) else str(error)
+        source = "\n".join("    " + line for line in cell.source.splitlines())
+        raise NotebookFailed(
+            f"{_shown(path)}, cell {number} failed:\n{source}\n\n{_ANSI.sub('', what).strip()}\nThe file is unchanged."
+        ) from error
     finally:
         bar.close()
-    errors = list(_widget_errors(nb))
+    state = json.dumps(nb.metadata.get("widgets", {}))  # errors in there let the cell pass
+    found = ["a widget shows an error"] if "This cannot be drawn" in state or '"output_type": "error"' in state else []
     normalise(nb)
-    found = errors + list(problems(nb))
+    found += problems(nb)
     if found:
         raise NotebookFailed(
             f"{_shown(path)} ran, but cannot be kept as it is:\n  " + "\n  ".join(found) + "\nThe file is unchanged."
@@ -136,55 +123,25 @@ def _shown(path: Path) -> str:
     return path.relative_to(PROJECT).as_posix() if path.is_relative_to(PROJECT) else path.name
 
 
-def _describe_failure(path: Path, nb: NotebookNode, executed: int, error: Exception) -> str:
-    """Which notebook, which cell, its source and what it raised, in plain text."""
-    code = [(n, cell) for n, cell in enumerate(nb.cells, 1) if cell.cell_type == "code" and cell.source.strip()]
-    number, cell = code[max(executed, 1) - 1]
-    what = error.traceback if isinstance(error, CellExecutionError) else str(error)
-    source = "\n".join("    " + line for line in cell.source.splitlines())
-    return f"{_shown(path)}, cell {number} failed:\n{source}\n\n{_ANSI.sub('', what).strip()}\nThe file is unchanged."
-
-
-def _widget_errors(nb: NotebookNode) -> Iterator[str]:
-    """Errors inside Output widgets: ipywidgets shows them there and lets the cell pass, so nobody else would notice."""
-    widgets = nb.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {}).get("state", {})
-    for model in widgets.values():
-        for output in model.get("state", {}).get("outputs") or ():
-            if output.get("output_type") == "error":
-                yield f"a widget's callback raised {output.get('ename')}: {output.get('evalue')}"
-
-
 def normalise(nb: NotebookNode) -> None:
     """Bring `nb` into the one form in which notebooks are kept (in place): see the top of this module."""
-    nb.metadata = NotebookNode(
-        kernelspec=NotebookNode(display_name="Python 3", language="python", name="python3"),
-        language_info=NotebookNode(name="python"),
-    )
+    ClearMetadataPreprocessor(preserve_cell_metadata_mask={"tags", "jupyter"}).preprocess(nb, {})
+    nb.metadata.kernelspec = NotebookNode(display_name="Python 3", language="python", name="python3")
+    nb.metadata.language_info = NotebookNode(name="python")
     for cell in nb.cells:
-        cell.metadata = NotebookNode({key: cell.metadata[key] for key in ("tags", "jupyter") if key in cell.metadata})
         if cell.cell_type == "code":
-            cell.outputs = [kept for output in cell.outputs if (kept := _normalised(output)) is not None]
+            cell.outputs = [kept for output in cell.outputs for kept in _normalised(output)]
 
 
-def _normalised(output: NotebookNode) -> NotebookNode | None:
-    """`output` without progress bars and live widgets, or None if nothing of it is left."""
-    if output.output_type == "stream":
-        output.text = "\n".join(_seen(output.text.split("\n")))
-        return output if output.text.strip("\n") else None
-    if _WIDGET_VIEW in output.get("data", {}):
-        if _PROGRESS.search(output.data.get("text/plain", "")):
-            return None
-        output.data = NotebookNode({"text/plain": WIDGET_LINE})
-    return output
-
-
-def _seen(lines: list[str]) -> Iterator[str]:
-    """The lines as a terminal would leave them, less progress bars and the blanks with which they are wiped out."""
-    for line in lines:
-        seen = line.rstrip("\r").rpartition("\r")[2]  # a carriage return moves back to the start of the line
-        wiped = "\r" in line and not seen.strip()
-        if not wiped and not _PROGRESS.search(seen):
-            yield seen
+def _normalised(output: NotebookNode) -> Iterator[NotebookNode]:
+    """`output`; of a widget the line that stands for it, and its picture; nothing of a progress bar."""
+    if _WIDGET_VIEW not in output.get("data", {}):
+        yield output
+    elif not _BAR.search(output.data.get("text/plain", "")):
+        yield nbformat.v4.new_output("display_data", {"text/plain": WIDGET_LINE})
+        del output.data[_WIDGET_VIEW]
+        if len(output.data) > 1:
+            yield output
 
 
 def problems(nb: NotebookNode) -> Iterator[str]:
@@ -225,12 +182,9 @@ def write(nb: NotebookNode, path: Path) -> bool:
     text = nbformat.writes(nb).rstrip("\n") + "\n"
     if path.read_text(encoding="utf-8") == text:
         return False
-    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        new.write_text(text, encoding="utf-8")
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
+    new = path.with_name(f".{path.name}.tmp")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
     return True
 
 
@@ -241,8 +195,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="execute and look, but write nothing")
     parser.add_argument("--timeout", type=int, default=900, metavar="S", help="seconds a cell may take (default: 900)")
     args = parser.parse_args(argv)
-    for name, value in DEFAULTS.items():
-        os.environ.setdefault(name, value)  # the kernels inherit them
     try:
         for path in args.files or find_notebooks():
             started = time.perf_counter()

@@ -8,16 +8,15 @@ nothing but the threshold.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
 from ..errors import InvalidParameter
 from ..quant.absmax import absmax_quantize, llm_int8_linear, outlier_features, quantization_error
 from .plots.channels import draw_peaks
-from .plots.numbers import plain
+from .plots.parts import finished, plain, told_bars
 from .sliders import Gallery, Slider, explore
-from .style import DATA, UNUSED, Picture, canvas, colour_of, drawing, headline, quiet
+from .style import DATA, UNUSED, Picture, canvas, colour_of, drawing
 
 PAPER = 6.0  # the threshold of Dettmers et al. 2022
 
@@ -30,9 +29,8 @@ def product_errors(activations: torch.Tensor, weight: torch.Tensor, threshold: f
     """
     x, weight = activations.detach().float(), weight.detach().float()
     exact = x @ weight.T  # [tokens, out]
-    tensor = absmax_quantize(x).dequantize() @ absmax_quantize(weight, dim=-1).dequantize().T
     products = {
-        "one scale for the tensor": tensor,
+        "one scale for the tensor": absmax_quantize(x).dequantize() @ absmax_quantize(weight, dim=-1).dequantize().T,
         "one scale a token": llm_int8_linear(x, weight, threshold=math.inf),
         "one a token, outliers split": llm_int8_linear(x, weight, threshold=threshold),
     }
@@ -42,38 +40,27 @@ def product_errors(activations: torch.Tensor, weight: torch.Tensor, threshold: f
 @drawing
 def draw_outliers(activations: torch.Tensor, weight: torch.Tensor, threshold: float) -> Picture:
     """The peaks of all features with the threshold across, and below them the error of the product in three ways."""
-    features = activations.shape[-1]
-    count = len(outlier_features(activations, threshold))
+    features, count = activations.shape[-1], len(outlier_features(activations, threshold))
     errors = product_errors(activations, weight, threshold)
     figure, (above, below) = canvas(7.0, 3.9, rows=2, height_ratios=[2.3, 1])
     draw_peaks(above, abs(plain(activations)).max(0), threshold, label_top=3)
     colours = (UNUSED, DATA, colour_of("int8"))
-    longest = max(errors.values()) or 1.0
-    for row, ((_, error), colour) in enumerate(zip(errors.items(), colours, strict=True)):
-        below.barh(row, error, height=0.66, color=colour)
-        below.text(error + 0.012 * longest, row, f"{error:.2%}", va="center", size=9)
-    below.set_yticks(range(len(errors)), list(errors))
-    below.set_ylim(len(errors) - 0.5, -0.5)
-    below.set_xlim(0, longest * 1.15)
-    below.set_xticks([])
+    bars = {name: (error, colour) for (name, error), colour in zip(errors.items(), colours, strict=True)}
+    told_bars(below, bars, lambda error: f"{error:.2%}", room=0.15)
     below.set_xlabel("error of the product, relative")
-    below.tick_params(axis="y", length=0)
-    quiet(below, spines=("left",))
     _, unsplit, split = errors.values()
     stay = f"{count} of {features} features ({count / features:.1%}) {'stays' if count == 1 else 'stay'} in float"
-    headline(figure, f"{stay}: error {split:.2%}, without a split {unsplit:.2%}")
-    figure.alt = f"threshold {threshold:g}: {stay}; error " + ", ".join(
-        f"{error:.2%} ({name})" for name, error in errors.items()
-    )
-    return figure
+    caption = f"{stay}: error {split:.2%}, without a split {unsplit:.2%}"
+    told = ", ".join(f"{error:.2%} ({name})" for name, error in errors.items())
+    return finished(figure, caption, alt=f"threshold {threshold:g}: {stay}; error {told}")
 
 
 def outlier_explorer(activations: torch.Tensor, weight: torch.Tensor) -> Gallery | None:
     """Chapter 5: the threshold of LLM.int8() on a real layer, with the features that it splits off and the error left.
 
     activations: [tokens, features], the input of a layer; weight: [out, features], that of the layer. The static
-    picture shows the threshold at which few features stay in float, and one at which a tenth of them do. Raises
-    `InvalidParameter` for shapes that do not belong together.
+    picture shows the threshold of the paper (or what one feature in 200 reaches, where that is nothing to see) and one
+    that a tenth of the features reach. Raises `InvalidParameter` for shapes that do not belong together.
     """
     if activations.dim() != 2 or weight.dim() != 2 or activations.shape[1] != weight.shape[1]:
         raise InvalidParameter(
@@ -81,36 +68,19 @@ def outlier_explorer(activations: torch.Tensor, weight: torch.Tensor) -> Gallery
             "to be [tokens, features] and [out, features], the input and the weight of the same layer."
         )
     x, matrix = activations.detach().float().cpu(), weight.detach().float().cpu()
-    step, few, tenth = telling_thresholds(x)
-    most = step * math.ceil(1.1 * float(x.abs().max()) / step)
-
-    def draw(threshold: float) -> Picture:
-        return draw_outliers(x, matrix, threshold)
-
-    return explore(
-        draw,
-        threshold=Slider(step, most, step, few),
-        positions=[{"threshold": few}, {"threshold": tenth}] if few > tenth else [{"threshold": few}],
-    )
-
-
-def telling_thresholds(activations: torch.Tensor) -> tuple[float, float, float]:
-    """(step of the slider, threshold that few features reach, threshold that about a tenth of them reach).
-
-    Few: the paper's 6 if between one feature and a twentieth of them reach it, else what one in 200 reaches.
-    """
-    peaks = activations.abs().amax(0)
-    largest = float(peaks.max())
+    peaks = x.abs().amax(0).sort(descending=True).values
+    largest = float(peaks[0])
     if not 0 < largest < math.inf:
         raise InvalidParameter("These activations are all zero, or hold NaN or infinity: there are no outliers to see.")
-    power = 10.0 ** math.floor(math.log10(largest / 80))
-    step = next(s for s in (1, 2, 2.5, 5, 10) if s * power >= largest / 80) * power
+    step = 10.0 ** math.floor(math.log10(largest / 20))  # 20 to 200 steps
 
-    def reached_by(share: float, rounded: Callable[[float], int]) -> float:
-        rank = max(1, round(share * len(peaks)))
-        return round(step * max(1, rounded(float(peaks.sort(descending=True).values[rank - 1]) / step)), 10)
+    def reached_by(share: float) -> float:
+        return round(step * max(1, math.floor(float(peaks[round(share * len(peaks))]) / step)), 10)
 
-    reach = float((peaks >= PAPER).float().mean())
-    on_grid = math.isclose(PAPER / step, round(PAPER / step))
-    few = PAPER if 0 < reach <= 0.05 and on_grid else reached_by(0.005, math.floor)
-    return step, few, reached_by(0.1, math.ceil)
+    paper_is_seen = 0 < float((peaks >= PAPER).float().mean()) <= 0.05 and step <= 1
+    few = PAPER if paper_is_seen else reached_by(0.005)
+    return explore(
+        lambda threshold: draw_outliers(x, matrix, threshold),
+        threshold=Slider(step, step * math.ceil(1.05 * largest / step), step, few),
+        positions=[{"threshold": threshold} for threshold in dict.fromkeys((few, reached_by(0.1)))],
+    )

@@ -1,11 +1,13 @@
-"""Keeps lines that native code writes behind Python's back out of a notebook.
+"""Whether there is a notebook, and how lines that native code writes behind Python's back are kept out of it.
 
-Invariant: only the file descriptor of standard error is touched, and it is back in place when the block ends.
+Invariant: nothing is imported for it. Of `quiet_stderr`: only the file descriptor of standard error is touched, and it
+is back in place when the block ends.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,3 +26,9 @@ def quiet_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
+
+
+def in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this code, so that there is somebody to show a picture to."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell is not None and hasattr(shell, "kernel")

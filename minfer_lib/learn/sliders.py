@@ -1,8 +1,9 @@
-"""`explore(draw, ...)`: a figure that follows sliders, with a picture of a few of their positions below it.
+"""`explore(draw, ...)`: a figure that follows sliders, and for readers without a kernel a picture of a few positions.
 
 Invariant: what a reader needs is in the picture, which needs no kernel: it is all that is seen on the web, in exported
-HTML and where ipywidgets is missing. The widget adds the sliders; it holds one image that is replaced, never an output
-area that grows, and a value that cannot be drawn is reported in its place.
+HTML and where ipywidgets is missing. Widget and picture are two forms of one output, so that a front end shows one of
+them. The widget holds one image that is replaced, never an output area that grows, and a value that cannot be drawn is
+reported in its place. A control ends where the others make it end: no position of it shows the same as another.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidParameter
-from .style import CARD, CARD_EDGE, INK, SCREEN_DPI, SHARPNESS, Picture, in_notebook, png_bundle, smaller_png
+from .quiet import in_notebook
+from .style import CARD, CARD_EDGE, INK, SCREEN_DPI, SHARPNESS, Picture, png_bundle, smaller_png
 
 Draw = Callable[..., Picture]
 PAGE_WIDTH = 9.6  # inches that an output area has at least room for
@@ -21,25 +23,33 @@ PAGE_WIDTH = 9.6  # inches that an output area has at least room for
 
 @dataclass(frozen=True)
 class Slider:
-    """A control for numbers from `low` to `high` in steps of `step`; `value` is where it begins. With `play` there is a
-    button beside it that moves it on by itself."""
+    """A control for numbers from `low` to `high` in steps of `step`; `value` is where it begins.
+
+    high: a number, or a function of the values of all controls (by name). With `play` there is a button beside it that
+    moves it on by itself.
+    """
 
     low: float
-    high: float
+    high: float | Callable[..., float]
     step: float
     value: float
     label: str = ""
     play: bool = False
 
-    def widget(self, name: str) -> Any:
+    def widget(self, name: str, values: Mapping[str, Any]) -> Any:
         import ipywidgets
 
-        whole = all(float(x).is_integer() for x in (self.low, self.high, self.step, self.value))
+        high = self.high(**values) if callable(self.high) else self.high
+        whole = all(float(x).is_integer() for x in (self.low, high, self.step, self.value))
         kind, number = (ipywidgets.IntSlider, int) if whole else (ipywidgets.FloatSlider, float)
         return kind(
-            value=number(self.value), min=number(self.low), max=number(self.high), step=number(self.step),
+            value=number(self.value), min=number(self.low), max=number(high), step=number(self.step),
             description=self.label or name, **_look(ipywidgets),
         )  # fmt: skip
+
+    def fit(self, widget: Any, values: Mapping[str, Any]) -> None:
+        if callable(self.high):
+            widget.max = self.high(**values)  # a value beyond it moves there
 
     def text(self, value: Any) -> str:
         return f"{value:g}"
@@ -47,19 +57,32 @@ class Slider:
 
 @dataclass(frozen=True)
 class Choice:
-    """A control for one of `options`, as a slider over them (in order) or, with `menu`, as a drop-down list."""
+    """A control for one of `options`, as a slider over them (in order) or, with `menu`, as a drop-down list.
 
-    options: Sequence[Any]
+    options: a sequence, or a function of the values of all controls (by name).
+    """
+
+    options: Sequence[Any] | Callable[..., Sequence[Any]]
     value: Any
     label: str = ""
     menu: bool = False
 
-    def widget(self, name: str) -> Any:
+    def _named(self, values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+        options = self.options(**values) if callable(self.options) else self.options
+        return tuple((self.text(option), option) for option in options)
+
+    def widget(self, name: str, values: Mapping[str, Any]) -> Any:
         import ipywidgets
 
-        options = [(self.text(option), option) for option in self.options]
         kind = ipywidgets.Dropdown if self.menu else ipywidgets.SelectionSlider
-        return kind(options=options, value=self.value, description=self.label or name, **_look(ipywidgets))
+        return kind(options=self._named(values), value=self.value, description=self.label or name, **_look(ipywidgets))
+
+    def fit(self, widget: Any, values: Mapping[str, Any]) -> None:
+        named = self._named(values)
+        if named != tuple(widget.options):
+            there, value = [option for _, option in named], widget.value
+            widget.options = named
+            widget.value = value if value in there else there[-1]
 
     def text(self, value: Any) -> str:
         return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
@@ -153,21 +176,23 @@ def gallery(draw: Draw, controls: Mapping[str, Slider | Choice], positions: Sequ
 
 
 def explore(draw: Draw, *, positions: Sequence[Mapping[str, Any]], **controls: Slider | Choice) -> Gallery | None:
-    """Show `draw(**values)` under its controls, and a picture of it at a few `positions` of them.
+    """Show `draw(**values)` under its controls, or where no widget can be shown a picture of it at a few `positions`.
 
-    `draw` takes the values of the controls by name and returns a figure. In a notebook everything is displayed and
-    nothing returned; elsewhere the picture is returned. Raises `InvalidParameter` for a position of an unknown control.
+    `draw` takes the values of the controls by name and returns a figure. In a notebook it is displayed and nothing
+    returned; elsewhere the picture is returned. Raises `InvalidParameter` for a position of an unknown control.
     """
     pictures = gallery(draw, controls, positions)
     if not in_notebook():
         return pictures
     from IPython.display import display
 
+    data, metadata = pictures._repr_mimebundle_()
     try:
-        display(live(draw, controls))
+        widget = live(draw, controls)._repr_mimebundle_()
+        display(dict(widget) | data, metadata=metadata, raw=True)  # the front end takes the best that it can show
     except ImportError:
         print("(The sliders need ipywidgets, which is not installed. The picture shows a few of their positions.)")
-    display(pictures)
+        display(data, metadata=metadata, raw=True)
     return None
 
 
@@ -175,20 +200,28 @@ def live(draw: Draw, controls: Mapping[str, Slider | Choice]) -> Any:
     """The widget: the controls above one image, drawn anew at each change. Raises ImportError without ipywidgets."""
     import ipywidgets
 
-    inputs = {name: control.widget(name) for name, control in controls.items()}
-    apart = "2px 2px 14px"  # from the picture of positions, which would look like a part of it
-    layout = ipywidgets.Layout(max_width="100%", object_fit="contain", margin=apart)
-    image = ipywidgets.Image(format="png", layout=layout)
+    begin = {name: control.value for name, control in controls.items()}
+    inputs = {name: control.widget(name, begin) for name, control in controls.items()}
+    image = ipywidgets.Image(format="png", layout=ipywidgets.Layout(max_width="100%", object_fit="contain"))
     message = ipywidgets.HTML()
+    fitting = False
 
     def redraw(_: object = None) -> None:
+        nonlocal fitting
+        if fitting:  # a control moves because another one has shortened it: one picture is enough
+            return
+        fitting = True
         try:
+            for name, control in controls.items():
+                control.fit(inputs[name], {other: widget.value for other, widget in inputs.items()})
             figure = draw(**{name: widget.value for name, widget in inputs.items()})
             image.value = figure.png(compact=False)
             image.width = str(round(figure.get_figwidth() * SCREEN_DPI))
             message.value = ""
         except Exception as error:
             message.value = f"This cannot be drawn ({type(error).__name__}): {error}"
+        finally:
+            fitting = False
 
     for widget in inputs.values():
         widget.observe(redraw, names="value")
@@ -205,5 +238,6 @@ def _with_play(slider: Any) -> Any:
     button = ipywidgets.Play(
         value=slider.value, min=slider.min, max=slider.max, step=slider.step, interval=800, show_repeat=False
     )
-    ipywidgets.jslink((button, "value"), (slider, "value"))
+    for trait in ("max", "value"):
+        ipywidgets.jslink((slider, trait), (button, trait))
     return ipywidgets.HBox([slider, button])

@@ -1,4 +1,5 @@
-"""`show(obj)`: the real source of what a chapter talks about, with the file and the lines where it stands.
+"""`show(obj)`: the real source of what a chapter talks about, with the file and the lines where it stands;
+`show_kernel(file, ...)`: that of a kernel, which may be in C, or in a module that only a GPU can import.
 
 Invariant: every line shown is read from the file at this moment and carries its number there; what is left out is
 marked where it is missing. Text and package can therefore not drift apart. The caption names the file from the
@@ -11,6 +12,7 @@ import ast
 import functools
 import inspect
 import linecache
+import re
 import sys
 import textwrap
 import types
@@ -21,40 +23,62 @@ from typing import Any
 from ..errors import InvalidParameter, one_of
 from .code_view import Source
 
+KERNELS = Path(__file__).parent.parent / "kernels"
+MARKER = re.compile(r"/\* \[(\w+)\] \*/")  # of a part of a file in C
 
-def show(
-    obj: Any, *, only: str | Sequence[str] | None = None, lines: tuple[int, int] | None = None, docstring: bool = True
-) -> Source:
+
+def show(obj: Any, *, only: str | Sequence[str] | None = None, docstring: bool = True) -> Source:
     """The source of a function, class, method, property or module, to be displayed as the last line of a cell.
 
     only: names of methods of a class, or of functions and classes of a module; the rest is left out.
-    lines: (first, last) line numbers of the file, both included.
     docstring: False leaves of docstrings over two lines only the first line.
 
-    Raises `InvalidParameter` for what has no Python source (built-ins, instances) and for names or lines that are not
-    in it.
+    Raises `InvalidParameter` for what has no Python source (built-ins, instances) and for names that are not in it.
     """
-    target = _unwrapped(obj)
-    text, first, filename = _read(obj, target)
+    text, first, filename = _read(obj, _unwrapped(obj))
     tree = ast.parse(textwrap.dedent(text))
-    last = first + len(text.splitlines()) - 1
-    wanted = set(range(first, last + 1))
+    wanted = set(range(first, first + len(text.splitlines())))
     if only is not None:
         wanted = _lines_of(tree, [only] if isinstance(only, str) else list(only), first, getattr(obj, "__name__", "it"))
-    if lines is not None:
-        begin, end = lines
-        if not first <= begin <= end <= last:
-            raise InvalidParameter(
-                f"show(lines=({begin}, {end})) is not possible: this source has the lines {first} to {last}, and the "
-                "first of the two may not be larger than the second."
-            )
-        wanted &= set(range(begin, end + 1))
     if not docstring:
         wanted -= _long_docstrings(tree, first)
-    shown = list(_with_gaps(textwrap.dedent(text).splitlines(), wanted, first))
+    return _source(filename, textwrap.dedent(text), wanted, first)
+
+
+def show_kernel(file: str, *names: str) -> Source:
+    """The named parts of a file in `minfer_lib/kernels`, such as "c/int8_linear.c"; all of it without names.
+
+    Of a file in Python the names are those of its functions. A file in C has markers, `/* [name] */` above a part and
+    `/* [end] */` below it. Raises `InvalidParameter` for a file or a name that is not there.
+    """
+    files = [path for path in KERNELS.rglob("*.*") if path.suffix in (".c", ".py") and path.stem != "__init__"]
+    sources = sorted(path.relative_to(KERNELS).as_posix() for path in files)
+    if file not in sources:
+        raise InvalidParameter(f"show_kernel({file!r}) is not possible: there are {one_of(sources)}.")
+    text = (KERNELS / file).read_text(encoding="utf-8")
+    wanted = set(range(1, len(text.splitlines()) + 1))
+    if file.endswith(".py"):
+        wanted = _lines_of(ast.parse(text), names, 1, file) if names else wanted
+        return _source(f"minfer_lib/kernels/{file}", text, wanted, 1)
+    parts: dict[str, set[int]] = {}
+    here = "end"
+    for number, line in enumerate(text.splitlines(), 1):
+        if marker := MARKER.search(line):
+            here = marker[1]
+        elif here != "end":
+            parts.setdefault(here, set()).add(number)
+    missing = [name for name in names if name not in parts]
+    if missing:
+        raise InvalidParameter(f"{missing[0]!r} cannot be shown: {file} has {one_of(sorted(parts))}.")
+    wanted = set().union(*(parts[name] for name in names)) if names else wanted
+    return _source(f"minfer_lib/kernels/{file}", text, wanted, 1, "c")
+
+
+def _source(filename: str, text: str, wanted: set[int], first: int, language: str = "python") -> Source:
+    shown = tuple(_with_gaps(text.splitlines(), wanted, first))
     numbers = [number for number, _ in shown if number is not None]
-    where = f"{filename}, " + (f"line {numbers[0]}" if len(numbers) == 1 else f"lines {numbers[0]}-{numbers[-1]}")
-    return Source(where, tuple(shown), whole=textwrap.dedent(text), first=first)
+    where = f"line {numbers[0]}" if len(numbers) == 1 else f"lines {numbers[0]}-{numbers[-1]}"
+    return Source(f"{filename}, {where}", shown, whole=text, first=first, language=language)
 
 
 # -- finding it -----------------------------------------------------------------------------------------------------
@@ -75,27 +99,18 @@ def _unwrapped(obj: Any) -> Any:
 
 def _read(obj: Any, target: Any) -> tuple[str, int, str]:
     """Source text, number of its first line and the name of its file, as a caption may show it."""
-    name = (
-        getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or f"an instance of {type(obj).__name__}"
-    )
+    name = next(filter(None, (getattr(obj, n, None) for n in ("__qualname__", "__name__"))), None)
+    name = name or f"an instance of {type(obj).__name__}"
+    takes = "show() takes functions, classes, methods, properties and modules of a file or of a cell."
     if not isinstance(target, type | types.ModuleType | types.FunctionType):
-        builtin = isinstance(
-            target, types.BuiltinFunctionType | types.MethodDescriptorType | types.WrapperDescriptorType
-        )
-        has_class = type(target).__module__ != "builtins"
-        advice = (
-            "It is written in C." if builtin else f"Use show({type(target).__name__}), its class." if has_class else ""
-        )
-        raise InvalidParameter(
-            f"show() was asked for {name}, which has no Python source of its own. "
-            f"{advice} show() takes functions, classes, methods, properties and modules.".replace("  ", " ")
-        )
+        advice = "" if type(target).__module__ == "builtins" else f"Use show({type(target).__name__}), its class. "
+        raise InvalidParameter(f"show() was asked for {name}, which has no Python source of its own. {advice}{takes}")
     try:
         text, first = _text_and_line(target)
     except (OSError, TypeError, SyntaxError) as error:
         raise InvalidParameter(
             f"show() was asked for {name}, whose source cannot be read: it is written in C, or was typed where nothing "
-            "keeps it. show() takes functions, classes, methods, properties and modules of a file or of a cell."
+            f"keeps it. {takes}"
         ) from error
     return text, first, _file_caption(target)
 
@@ -138,7 +153,7 @@ def _lines_of(tree: ast.Module, names: Sequence[str], first: int, owner: str) ->
             members.setdefault(name, []).append(node)
     missing = [name for name in names if name not in members]
     if missing:
-        raise InvalidParameter(f"show(only={missing[0]!r}) is not possible: {owner} has {one_of(sorted(members))}.")
+        raise InvalidParameter(f"{missing[0]!r} cannot be shown: {owner} has {one_of(sorted(members))}.")
     wanted: set[int] = set()
     if outer is not None:
         wanted |= set(range(_first_line(outer), outer.body[0].lineno)) or {outer.lineno}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import functools
 import io
-import sys
 from collections.abc import Callable, Collection
 from typing import Any, ParamSpec
 
@@ -19,8 +18,11 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import FancyBboxPatch
 from PIL import Image  # comes with matplotlib
+
+from .quiet import in_notebook as in_notebook
 
 CARD, CARD_EDGE = "#faf9f6", "#dddbd4"
 INK, SOFT_INK, FAINT = "#24292f", "#5b626b", "#e4e2dc"
@@ -31,6 +33,7 @@ ALERT = "#a11d1b"
 GROUP_COLOURS = (DATA, "#b78fa0", ACTIVATIONS, KV_CACHE, "#8fae8b", WEIGHTS)
 
 ENGINE_COLOURS = {
+    "yours": INK,
     "fast": "#a11d1b",
     "paged": "#a05ad8",
     "int8": "#d07d19",
@@ -38,7 +41,7 @@ ENGINE_COLOURS = {
     "cached": "#15488a",
     "naive": "#7a8392",
 }
-ENGINE_MARKERS = {"fast": "*", "paged": "D", "int8": "^", "slots": "s", "cached": "o", "naive": "v"}
+ENGINE_MARKERS = {"yours": "X", "fast": "*", "paged": "D", "int8": "^", "slots": "s", "cached": "o", "naive": "v"}
 PEER_FILL, PEER_MARKER = "#ffffff", "P"
 
 SCREEN_DPI = 96  # CSS pixels per inch: a figure 7 inches wide takes 672 pixels of the page
@@ -155,7 +158,8 @@ def headline(figure: Picture, text: str | None) -> None:
         width, height = figure.get_size_inches()
         title = figure.text(0.18 / width, 1 - 0.15 / height, text, ha="left", va="top", size=11.5)
         title.set_in_layout(False)
-        figure.get_layout_engine().set(rect=(0, 0, 1, 1 - 0.36 / height))  # the rest of the picture stays below
+        if isinstance(layout := figure.get_layout_engine(), ConstrainedLayoutEngine):
+            layout.set(rect=(0, 0, 1, 1 - 0.36 / height))  # the rest of the picture stays below
 
 
 def drawing(function: Callable[P, Picture]) -> Callable[P, Picture]:
@@ -169,12 +173,6 @@ def drawing(function: Callable[P, Picture]) -> Callable[P, Picture]:
     return wrapped
 
 
-def in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this code, so that there is somebody to show a picture to."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return shell is not None and hasattr(shell, "kernel")
-
-
 def use_style() -> None:
     """Give the reader's own matplotlib figures the style of the course, card included (its corners stay square)."""
     mpl.rcParams.update(STYLE)
@@ -184,7 +182,8 @@ def use_style() -> None:
 def engine_family(engine: object) -> str | None:
     """Which rung of the ladder an engine or its label belongs to: "naive", "cached" ..., or None for a peer.
 
-    A label may say more than its rung ("cached (hf)", "paged + int8"): the latest rung that it names counts.
+    A label may say more than its rung ("cached (hf)", "paged + int8"): the latest rung that it names counts. "yours" is
+    the reader's own engine, whatever else its label says.
     """
     label = str(getattr(engine, "name", engine)).lower()
     if label.startswith(("hf", "transformers", "vllm", "llama.cpp")):
@@ -205,9 +204,13 @@ def marker_of(engine: object) -> str:
 
 
 def bar_style(engine: object) -> dict[str, Any]:
-    """Keywords of `Axes.bar` and `barh` for an engine's bar: its colour, or a peer's black outline on white."""
-    peer = engine_family(engine) is None
-    return {"color": colour_of(engine), "edgecolor": INK if peer else "none", "linewidth": 1.2 if peer else 0.0}
+    """Keywords of `Axes.bar` and `barh` for an engine's bar: its colour; black hatching for the reader's own engine
+    ("yours ..."), a black outline for a peer's."""
+    family = engine_family(engine)
+    outlined = {"color": PEER_FILL, "edgecolor": INK, "linewidth": 1.2}
+    if family == "yours":
+        return outlined | {"hatch": "////"}
+    return outlined if family is None else {"color": ENGINE_COLOURS[family], "edgecolor": "none", "linewidth": 0.0}
 
 
 def line_style(engine: object) -> dict[str, Any]:

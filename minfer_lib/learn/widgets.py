@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 
+from ..engine.trace import StepTrace
 from ..generation.params import SamplingParams
 from ..generation.sampling import TokenCounts, filtered_logits, penalised
 from ..models import memory
@@ -19,7 +20,7 @@ from ..models.shapes import SHAPES, shape_config
 from . import plots
 from .block_replay import block_map
 from .outliers import outlier_explorer
-from .replay import batch_replay
+from .plots.lanes import account, lanes
 from .sliders import Choice, Gallery, Slider, explore
 from .streams import stream_side_by_side
 from .style import Picture, format_bytes
@@ -41,6 +42,7 @@ __all__ = [
 PRECISIONS = {"fp32": 32, "fp16 / bf16": 16, "int8": 8, "int4": 4}
 CARDS_GIB = (8, 12, 16, 24, 40, 80, 141)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+AVERAGES = (32, 64, 128, 256, 512, 1024, 2048)
 SPREAD = (0.35, 1.6, 0.8, 1.25, 0.5, 1.45, 0.95, 1.1)  # of the average length: eight requests that differ, mean 1
 
 
@@ -167,7 +169,31 @@ def cache_explorer(model: str = "smollm2-135m") -> Gallery | None:
         model=Choice(tuple(SHAPES), model, "model", menu=True),
         dtype=Choice(("fp32", "fp16 / bf16"), "fp32", "cache in"),
         limit=Choice((256, 512, 1024, 2048, 4096, 8192), 2048, "limit (max_model_len)"),
-        average=Choice((32, 64, 128, 256, 512, 1024, 2048), 256, "average length"),
+        average=Choice(lambda limit, **_: [n for n in AVERAGES if n <= limit], 256, "average length"),
         requests=Choice((1, 2, 4, 8), 4, "requests"),
         positions=[{"average": 256}, {"average": 1024}, {"average": 256, "limit": 512}],
     )
+
+
+# -- chapter 4 ------------------------------------------------------------------------------------------------------
+
+
+def batch_replay(steps: Sequence[StepTrace]) -> Gallery | None:
+    """Chapter 4: the timeline of a run up to a step, and one line about it: who waits, prefills, decodes, leaves.
+
+    steps: of an engine with trace=True. The static picture shows the liveliest step and the one at three quarters.
+    """
+    recorded = tuple(steps)
+    telling = telling_steps(recorded)
+    return explore(
+        lambda step: plots.gantt(recorded, upto=step), step=Slider(1, len(recorded), 1, telling[0]),
+        positions=[{"step": step} for step in telling],
+    )  # fmt: skip
+
+
+def telling_steps(steps: Sequence[StepTrace]) -> tuple[int, ...]:
+    """The first of the steps with most of waiting, prefill, decode and an end in it, and the one at three quarters."""
+    run = lanes(steps)
+    lines = [account(run, steps, step) for step in range(1, len(steps) + 1)]
+    lively = [sum(word in line for word in (" wait", " prefill", " decode", " leave")) for line in lines]
+    return tuple(dict.fromkeys((lively.index(max(lively)) + 1, max(1, round(0.75 * len(steps))))))

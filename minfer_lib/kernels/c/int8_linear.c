@@ -55,6 +55,7 @@ static inline void write(void *out, int64_t dtype, int64_t at, float value) {
     else ((uint16_t *)out)[at] = to_bfloat16(value);
 }
 
+/* [quantize_row] */
 /* One token to codes 1..255 that stand for -127..127; returns its scale. The magnitudes are compared as
    integers, among which NaN and infinity are the largest: such a token gets the scale NaN, and so does
    all that comes of it. */
@@ -75,6 +76,7 @@ static float quantize_row(float *restrict x, const float *restrict inverse, int6
     for (int64_t j = 0; j < k; j++) codes[j] = (uint8_t)(int32_t)(rintf(x[j] * steps) + 128.0f);
     return peak / 127.0f;
 }
+/* [end] */
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -85,6 +87,7 @@ static inline int32_t sum_of(__m256i v) {
     return _mm_cvtsi128_si32(_mm_hadd_epi32(s, s));
 }
 
+/* [dot32] */
 /* 32 products of bytes, added up to 8 sums. Without VNNI neighbours meet in 16 bits on the way; the
    weights were quantised so that two of them always fit (pair_safe_quantize). */
 static inline __m256i dot32(__m256i sums, __m256i x, __m256i w) {
@@ -94,6 +97,7 @@ static inline __m256i dot32(__m256i sums, __m256i x, __m256i w) {
     return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(x, w), _mm256_set1_epi16(1)));
 #endif
 }
+/* [end] */
 
 #define INT_TILE(R)                                                                                                 \
     static void int_tile##R(const uint8_t *restrict x, const int8_t *restrict w, int64_t k, int32_t *restrict out) { \
@@ -192,6 +196,7 @@ static void quantize(const call *l, int64_t r, const float *inverse, float *rows
     row_scale[r] = quantize_row(rows + r * k, inverse, k, codes + r * k);
 }
 
+/* [dynamic] */
 /* l->m tokens, at most MOST of them, in integers. inverse: 1 / smoothing, [k] or NULL; rows: m x k floats;
    row_scale: m floats; codes: m x k bytes. */
 static void dynamic(const call *l, const float *inverse, float *rows, float *restrict row_scale,
@@ -222,6 +227,7 @@ static void dynamic(const call *l, const float *inverse, float *rows, float *res
         }
     }
 }
+/* [end] */
 
 /* l->m tokens, at most MOST of them, in floats. rows: m x k floats, unless x is in float32 already. */
 static void weight_only(const call *l, float *rows) {

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import LinearSegmentedColormap, to_hex
-from matplotlib.patches import Rectangle
 
-from ..style import CARD, ENGINE_COLOURS, KV_CACHE, SOFT_INK, UNUSED, Picture, canvas, drawing, headline, on_colour
+from ..style import CARD, ENGINE_COLOURS, KV_CACHE, SOFT_INK, UNUSED, Picture, canvas, drawing
+from .parts import finished, key, tile
 
 HIDDEN = "#e6e4dd"
 
@@ -72,13 +72,13 @@ def attention_mask(
     ax.set_ylim(q_len, -0.9)
     ax.set_aspect("equal", anchor="NW")
     ax.axis("off")
-    headline(figure, title or f"{q_len} new of {kv_len} tokens: {count} of {q_len * kv_len} pairs are seen")
-    handles = [Rectangle((0, 0), 1, 1, color=KV_CACHE, label="sees an old key"),
-               Rectangle((0, 0), 1, 1, color=ENGINE_COLOURS["cached"], label="sees a new key"),
-               Rectangle((0, 0), 1, 1, color=HIDDEN, label="hidden")]  # fmt: skip
-    figure.legend(handles=handles if old else handles[1:], loc="outside lower left", ncols=3)
-    figure.alt = f"mask of {q_len} queries over {kv_len} keys: {count} of {q_len * kv_len} pairs are seen"
-    return figure
+    kinds = {"sees an old key": KV_CACHE, "sees a new key": ENGINE_COLOURS["cached"], "hidden": HIDDEN}
+    if not old:
+        kinds = {"sees": ENGINE_COLOURS["cached"], "hidden": HIDDEN}
+    key(figure, kinds, loc="outside lower left")
+    seen_pairs = f"{count} of {q_len * kv_len} pairs are seen"
+    alt = f"mask of {q_len} queries over {kv_len} keys: {seen_pairs}"
+    return finished(figure, f"{q_len} new of {kv_len} tokens: {seen_pairs}", title, alt)
 
 
 @drawing
@@ -98,9 +98,7 @@ def attention_weights(
         for x in range(columns):
             weight = line[x] if x < len(line) else None
             fill = UNUSED if weight is None else to_hex(shade(0.12 + 0.88 * min(1.0, max(0.0, weight))))
-            ax.add_patch(Rectangle((x + 0.04, y + 0.08), 0.92, 0.84, color=fill, linewidth=0))
-            if weight is not None:
-                ax.text(x + 0.5, y + 0.5, f"{weight:.2f}", ha="center", va="center", size=9, color=on_colour(fill))
+            tile(ax, x, y, fill, "" if weight is None else f"{weight:.2f}", size=9, gap=(0.04, 0.08))
         name = row_labels[y] if row_labels else f"step {y + 1}"
         ax.text(-0.12, y + 0.5, name, ha="right", va="center", size=9)
     for x in range(columns):
@@ -109,9 +107,9 @@ def attention_weights(
     ax.set_ylim(len(weights) + 0.55, 0)
     ax.axis("off")
     read = sum(len(line) for line in weights)
-    headline(figure, title or f"{len(weights)} steps read {read} of {len(weights) * columns} rows")
-    figure.alt = "attention weights: " + "; ".join(" ".join(f"{w:.2f}" for w in line) for line in weights)
-    return figure
+    caption = f"{len(weights)} steps read {read} of {len(weights) * columns} rows"
+    said = "; ".join(" ".join(f"{w:.2f}" for w in line) for line in weights)
+    return finished(figure, caption, title, f"attention weights: {said}")
 
 
 @drawing
@@ -126,21 +124,16 @@ def head_groups(
     group = query_heads // kv_heads
     owners = [i // group for i in range(query_heads)] if reads is None else list(reads)
     figure, ax = canvas(7.0, 1.9)
+    numbered = query_heads <= 32
     for i, owner in enumerate(owners):
-        ax.add_patch(Rectangle((i + 0.1, 1.5), 0.8, 0.5, color=SOFT_INK, linewidth=0))
+        tile(ax, i, 1.5, SOFT_INK, str(i) if numbered else "", h=0.5, size=8, gap=(0.1, 0))
         ax.plot([i + 0.5, owner * group + group / 2], [1.46, 0.64], color=SOFT_INK, linewidth=0.9)
     for j in range(kv_heads):
-        ax.add_patch(Rectangle((j * group + group / 2 - 0.4, 0.1), 0.8, 0.5, color=KV_CACHE, linewidth=0))
-    if query_heads <= 32:
-        for i in range(query_heads):
-            ax.text(i + 0.5, 1.75, str(i), ha="center", va="center", size=8, color="#ffffff")
-        for j in range(kv_heads):
-            ax.text(j * group + group / 2, 0.35, str(j), ha="center", va="center", size=8)
+        tile(ax, j * group + group / 2 - 0.5, 0.1, KV_CACHE, str(j) if numbered else "", h=0.5, size=8, gap=(0.1, 0))
     ax.text(-0.3, 1.75, "query heads", ha="right", va="center", size=9)
     ax.text(-0.3, 0.35, "KV heads", ha="right", va="center", size=9)
     ax.set_xlim(-query_heads * 0.18, query_heads)
     ax.set_ylim(0, 2.1)
     ax.axis("off")
-    headline(figure, title or f"{query_heads} query heads read {kv_heads} KV heads, {group} share each")
-    figure.alt = f"{query_heads} query heads share {kv_heads} KV heads, {group} each"
-    return figure
+    caption = f"{query_heads} query heads read {kv_heads} KV heads, {group} share each"
+    return finished(figure, caption, title)

@@ -1,4 +1,4 @@
-"""Pictures of a batch: what padding costs, how a packed row looks, how full steps and slots are, what latency does.
+"""Pictures of a batch: what padding costs, and how a packed row looks.
 
 Invariant: every number in a caption is counted from what was drawn, and lengths are drawn to one scale.
 """
@@ -6,34 +6,15 @@ Invariant: every number in a caption is counted from what was drawn, and lengths
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from ..style import (
-    ACTIVATIONS,
-    DATA,
-    GROUP_COLOURS,
-    INK,
-    SOFT_INK,
-    UNUSED,
-    Picture,
-    canvas,
-    colour_of,
-    drawing,
-    format_bytes,
-    headline,
-    on_colour,
-    quiet,
-)  # fmt: skip
+from ..style import ACTIVATIONS, DATA, GROUP_COLOURS, INK, UNUSED, Picture, canvas, drawing, quiet
+from .parts import finished, key, tile
 
-if TYPE_CHECKING:
-    from ...engine.llm_engine import LLMEngine
-
-PROMPT_COLOUR, ANSWER_COLOUR = DATA, ACTIVATIONS
-WAITING = {"facecolor": "#efede8", "edgecolor": "#a9adb3", "hatch": "////", "linewidth": 0.0}
+WAITING = {"facecolor": "#efede8", "edgecolor": "#a9adb3", "hatch": "////"}
 
 
 def static_batches(
@@ -54,15 +35,6 @@ def static_batches(
     return rows
 
 
-def waste_shares(
-    prompt_lens: Sequence[int], output_lens: Sequence[int], batch_size: int | None = None
-) -> tuple[float, float]:
-    """What share of the positions that padded static batches compute is padding, and what waits for the longest."""
-    columns = np.array([row for batch in static_batches(prompt_lens, output_lens, batch_size) for row in batch])
-    padding, _, _, waiting = columns.sum(0) / columns.sum()
-    return float(padding), float(waiting)
-
-
 @drawing
 def static_batch_waste(
     prompt_lens: Sequence[int], output_lens: Sequence[int], *, batch_size: int | None = None, title: str | None = None
@@ -74,14 +46,14 @@ def static_batch_waste(
     batches = static_batches(prompt_lens, output_lens, batch_size)
     height = 0.3 if len(prompt_lens) <= 10 else 0.17
     figure, ax = canvas(7.0, 1.35 + height * (len(prompt_lens) + 0.8 * (len(batches) - 1)))
-    looks = [{"color": UNUSED}, {"color": PROMPT_COLOUR}, {"color": ANSWER_COLOUR}, WAITING]
+    looks = [UNUSED, DATA, ACTIVATIONS, WAITING]
     sums, y, middles, ticks = np.zeros(4, dtype=int), 0.0, [], []
     for batch in batches:
         middles.append(y + (len(batch) - 1) / 2)
         for row in batch:
             left = 0
             for width, look in zip(row, looks, strict=True):
-                ax.add_patch(Rectangle((left, y - 0.42), width, 0.84, **({"linewidth": 0} | look)))
+                tile(ax, left, y - 0.42, look, w=width, h=0.84, gap=(0, 0))
                 left += width
             sums += row
             ticks.append(y)
@@ -98,32 +70,19 @@ def static_batch_waste(
     ax.set_xlabel("positions that are computed")
     ax.tick_params(axis="y", length=0)
     quiet(ax, spines=("bottom",))
-    padding, prompt, answer, waiting = (int(n) for n in sums)
-    total = int(sums.sum())
-    caption = (
-        f"{total:,} positions computed: {padding / total:.0%} are padding, {waiting / total:.0%} wait for the longest"
-    )
-    headline(figure, title or caption)
-    counts = {"padding": padding, "prompt": prompt, "answer": answer, "waiting for the longest": waiting}
-    handles = [
-        Rectangle((0, 0), 1, 1, **({"linewidth": 0} | look), label=f"{name} {count:,}")
-        for look, (name, count) in zip(looks, counts.items(), strict=True)
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, columnspacing=1.4)
-    figure.alt = f"{len(batches)} padded batch{'es' if several else ''}: {caption}"
-    return figure
+    total, (padding, _, _, waiting) = int(sums.sum()), sums / sums.sum()
+    caption = f"{total:,} positions computed: {padding:.0%} are padding, {waiting:.0%} wait for the longest"
+    kinds = ("padding", "prompt", "answer", "waiting for the longest")
+    key(figure, {f"{name} {count:,}": look for name, count, look in zip(kinds, sums, looks, strict=True)},
+        columnspacing=1.4)  # fmt: skip
+    return finished(figure, caption, title, f"{len(batches)} padded batch{'es' if several else ''}: {caption}")
 
 
 @drawing
 def packed_row(
-    lengths: Sequence[int],
-    labels: Sequence[str] | None = None,
-    *,
-    first_positions: Sequence[int] | None = None,
-    position_ids: Sequence[int] | None = None,
-    last_rows: Sequence[int] | None = None,
-    title: str | None = None,
-) -> Picture:
+    lengths: Sequence[int], labels: Sequence[str] | None = None, *, first_positions: Sequence[int] | None = None,
+    position_ids: Sequence[int] | None = None, last_rows: Sequence[int] | None = None, title: str | None = None,
+) -> Picture:  # fmt: skip
     """The new tokens of one step twice: as a rectangle padded on the left, and below it as one row without padding.
 
     lengths: new tokens of each request. A square carries its token's position if `first_positions` says how many tokens
@@ -145,13 +104,11 @@ def packed_row(
     for row, length in enumerate(lengths):
         fill = GROUP_COLOURS[row % len(GROUP_COLOURS)]
         for column in range(longest - length):
-            ax.add_patch(Rectangle((column + 0.05, row + 0.05), 0.9, 0.9, color=UNUSED, linewidth=0))
+            tile(ax, column, row, UNUSED)
         for n in range(length):
+            fits = positions is not None and side * 72 > 0.72 * size * digits
             for x, y in ((longest - length + n, row), (place, below)):
-                ax.add_patch(Rectangle((x + 0.05, y + 0.05), 0.9, 0.9, color=fill, linewidth=0))
-                if positions is not None and side * 72 > 0.72 * size * digits:
-                    ax.text(x + 0.5, y + 0.52, str(positions[place]), ha="center", va="center", size=size,
-                            color=on_colour(fill))  # fmt: skip
+                tile(ax, x, y, fill, str(positions[place]) if fits else "", size=size)
             place += 1
         ax.text(-0.3, row + 0.5, names[row], ha="right", va="center", size=9)
     for row in last_rows or ():
@@ -164,60 +121,4 @@ def packed_row(
     padded = len(lengths) * longest
     share = 1 - total / padded
     caption = f"{padded} squares padded, {total} packed: {share:.0%} of the rectangle is padding"
-    headline(figure, title or caption)
-    figure.alt = caption
-    return figure
-
-
-@drawing
-def slots_map(
-    used: LLMEngine | Sequence[int | None],
-    reserved: int | None = None,
-    *,
-    labels: Sequence[str | None] | None = None,
-    bytes_per_token: float | None = None,
-    title: str | None = None,
-) -> Picture:
-    """The slots of a cache, a row each: what is reserved, and what of it holds tokens of a request.
-
-    used: tokens in each slot, None for a free one, with slots of `reserved` tokens; or an `LLMEngine` at work, from
-    which all of it is taken.
-    """
-    if not isinstance(used, Sequence):
-        cache = used.cache
-        held = {request.table.blocks[0]: request for request in used.scheduler.running}
-        owners = [held.get(slot) for slot in range(cache.num_blocks)]
-        labels = [owner and owner.request_id for owner in owners]
-        reserved, bytes_per_token = cache.block_size, cache.bytes_per_token
-        used = [None if owner is None else owner.num_computed for owner in owners]
-    height = 0.3 if len(used) <= 12 else max(0.085, 5.0 / len(used))
-    figure, ax = canvas(7.0, 1.05 + height * len(used))
-    for slot, tokens in enumerate(used):
-        ax.barh(slot, reserved, height=0.74, color=UNUSED if tokens is not None else "#efede8")
-        ax.barh(slot, tokens or 0, height=0.74, color=colour_of("slots"))
-        if height >= 0.15:
-            owner = f"{labels[slot]}: " if labels and labels[slot] else ""
-            text = "free" if tokens is None else f"{owner}{tokens:,} of {reserved:,}"
-            ax.text(reserved * 1.012, slot, text, va="center", size=9 if height > 0.2 else 7.5,
-                    color=SOFT_INK if tokens is None else INK)  # fmt: skip
-    every = 1 if height >= 0.15 else 8
-    ax.set_yticks(
-        range(0, len(used), every), [f"slot {n}" for n in range(0, len(used), every)], size=9 if height > 0.2 else 7.5
-    )
-    ax.set_xlim(0, reserved * (1.3 if height >= 0.15 else 1.01))
-    ax.set_ylim(len(used) - 0.5, -0.5)
-    ax.set_xticks([])
-    ax.tick_params(axis="y", length=0)
-    quiet(ax, spines=())
-    owned = [tokens for tokens in used if tokens is not None]
-    share = sum(owned) / (reserved * len(used))
-    caption = f"{len(owned)} of {len(used)} slots are taken, {share:.0%} of all that is reserved holds a token"
-    if bytes_per_token is not None:
-        total = reserved * len(used) * bytes_per_token
-        caption = f"{len(owned)} of {len(used)} slots are taken, {share:.0%} of {format_bytes(total)} holds a token"
-    headline(figure, title or caption)
-    looks = ((colour_of("slots"), "used"), (UNUSED, "reserved, empty"), ("#efede8", "free"))
-    handles = [Rectangle((0, 0), 1, 1, facecolor=c, edgecolor=SOFT_INK, linewidth=0.3, label=n) for c, n in looks]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    figure.alt = caption
-    return figure
+    return finished(figure, caption, title)

@@ -12,33 +12,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.legend_handler import HandlerTuple
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from ...errors import InvalidParameter
-from ..style import (
-    ALERT,
-    CARD,
-    INK,
-    KV_CACHE,
-    SOFT_INK,
-    Picture,
-    canvas,
-    colour_of,
-    drawing,
-    engine_family,
-    headline,
-    on_colour,
-    quiet,
-)  # fmt: skip
+from ..style import ALERT, KV_CACHE, SOFT_INK, Picture, canvas, colour_of, drawing, engine_family, quiet
 from .blocks import CACHED, EMPTY
-from .numbers import fitting
+from .parts import COUNT, finished, fitting, key, looks, stacked
 
 if TYPE_CHECKING:
     from ...engine.trace import StepTrace
 
 UNFILLED = "#b78fa0"
-SET_ASIDE = {"facecolor": "#dfdcd4", "edgecolor": "#8d939b", "hatch": "....", "linewidth": 0.0}
+SET_ASIDE = {"facecolor": "#dfdcd4", "edgecolor": "#8d939b", "hatch": "...."}
+REST = {"unfilled": (UNFILLED, "held, unfilled"), "cached": (CACHED, "cached"), "free": (EMPTY, "free")}
 
 
 def _rows(steps: Sequence[StepTrace]) -> dict[str, np.ndarray]:
@@ -92,14 +79,12 @@ def block_life(steps: Sequence[StepTrace] | Mapping[str, Sequence[StepTrace]], *
         ax.set_ylabel("rows of the cache")
     axes[0, 0].set_xlim(0.5, max(len(run) for run in runs.values()) + 0.5)  # one scale for all panels
     axes[0, 0].set_ylim(0, 1.14 * max(step.kv_capacity for run in runs.values() for step in run))
-    looks: list[tuple[Any, str]] = [(tuple(_patch(facecolor=c) for c in colours), "filled")]
-    rest = {"unfilled": ({"facecolor": UNFILLED}, "held, unfilled"), "cached": (CACHED, "cached"),
-            "free": ({"facecolor": EMPTY}, "free")}  # fmt: skip
-    looks += [(_patch(**look), name) for kind, (look, name) in rest.items() if kind in seen]
+    entries: list[tuple[Any, str]] = [(tuple(Patch(**looks(colour)) for colour in colours), "filled")]
+    entries += [(Patch(**looks(look)), name) for kind, (look, name) in REST.items() if kind in seen]
     if preemptions:
-        looks.append((_patch(facecolor=ALERT), "a request is preempted"))
+        entries.append((Patch(color=ALERT), "a request is preempted"))
     figure.legend(
-        [handle for handle, _ in looks], [name for _, name in looks], loc="outside lower center", ncols=len(looks),
+        *zip(*entries, strict=True), loc="outside lower center", ncols=len(entries),
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)}, columnspacing=1.3, handlelength=1.6,
     )  # fmt: skip
     if "" in runs:
@@ -109,23 +94,15 @@ def block_life(steps: Sequence[StepTrace] | Mapping[str, Sequence[StepTrace]], *
         apart = "; " if "," in "".join(shares) else ", "
         each = apart.join(f"{label} {share:.0%}" for label, share in shares.items())
         found = fitting(f"Filled, of the rows that requests hold: {each}", f"Filled: {each}")
-    headline(figure, title or found)
-    figure.alt = found
-    return figure
-
-
-def _patch(**look: Any) -> Rectangle:
-    return Rectangle((0, 0), 1, 1, **({"linewidth": 0.0} | look))
+    return finished(figure, found, title)
 
 
 def _stack(ax: Axes, kinds: Mapping[str, np.ndarray], colour: str, marks: Sequence[int]) -> None:
     steps = len(kinds["filled"])
-    edges = np.arange(steps + 1) + 0.5
-    looks = {"filled": {"facecolor": colour}, "unfilled": {"facecolor": UNFILLED}, "cached": CACHED,
-             "free": {"facecolor": EMPTY}}  # fmt: skip
-    below = np.zeros(steps)
+    edges, below = np.arange(steps + 1) + 0.5, np.zeros(steps)
     for name, rows in kinds.items():
-        ax.stairs(below + rows, edges, baseline=below, fill=True, **({"linewidth": 0.0} | looks[name]))
+        look = looks(colour if name == "filled" else REST[name][0])
+        ax.stairs(below + rows, edges, baseline=below, fill=True, **look)
         below = below + rows
     capacity = int(below.max())
     ax.axhline(capacity, color=SOFT_INK, linestyle="--", linewidth=1.2)
@@ -136,7 +113,7 @@ def _stack(ax: Axes, kinds: Mapping[str, np.ndarray], colour: str, marks: Sequen
         ax.plot(marks, [capacity * 1.025] * len(marks), linestyle="none", marker="v", markersize=5, color=ALERT)
     ax.xaxis.set_major_locator(MaxNLocator(7, integer=True))
     ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+    ax.yaxis.set_major_formatter(COUNT)
     quiet(ax)
 
 
@@ -148,53 +125,37 @@ def kv_waste(rows: Mapping[str, Mapping[str, float]], *, title: str | None = Non
     what requests own (internal fragmentation). idle: free, and of no use to anybody, because it is too small or kept
     apart (external fragmentation). free: what the next request can have. Raises `InvalidParameter` for other kinds.
     """
-    looks = {
-        "tokens": ({"facecolor": KV_CACHE}, "hold tokens"),
-        "unfilled": ({"facecolor": UNFILLED}, "owned, unfilled"),
-        "idle": (SET_ASIDE, "free, but of no use"),
-        "free": ({"facecolor": EMPTY}, "free"),
-    }
+    kinds = {"tokens": KV_CACHE, "unfilled": UNFILLED, "idle": SET_ASIDE, "free": EMPTY}
+    names = {"tokens": "hold tokens", "unfilled": "owned, unfilled", "idle": "free, but of no use", "free": "free"}
     for label, parts in rows.items():
-        if unknown := sorted(set(parts) - set(looks)):
+        if unknown := sorted(set(parts) - set(kinds)):
             raise InvalidParameter(
-                f"The part {unknown[0]!r} of {label!r} is not known. The parts are {', '.join(looks)}."
+                f"The part {unknown[0]!r} of {label!r} is not known. The parts are {', '.join(kinds)}."
             )
     totals = {label: float(sum(parts.values())) for label, parts in rows.items()}
     end = max([*totals.values(), 1.0])
     figure, ax = canvas(7.0, 1.2 + 0.46 * len(rows))
-    for y, (label, parts) in enumerate(rows.items()):
-        left, behind = 0.0, []
-        for name, (look, _) in looks.items():
-            size = float(parts.get(name, 0.0))
-            if not size:
-                continue
-            ax.add_patch(Rectangle((left, y - 0.34), size, 0.68, **({"linewidth": 0.0} | look)))
-            share = f"{size / totals[label]:.0%}" if size / totals[label] >= 0.005 else "<1%"
-            if size > 0.075 * end:
-                hatched = "hatch" in look
-                ax.text(left + size / 2, y, share, ha="center", va="center", size=9,
-                        color=INK if hatched else on_colour(look["facecolor"]),
-                        bbox={"facecolor": CARD, "edgecolor": "none", "pad": 1.0} if hatched else None)  # fmt: skip
-            else:
-                behind.append(f"{'of no use' if name == 'idle' else name} {share}")
-            left += size
-        sums = "; ".join([f"{totals[label]:,.0f} rows", *behind])
-        ax.text(left + 0.012 * end, y, sums, va="center", size=8.5)
-    ax.set_xlim(0, end * 1.44)
-    ax.set_ylim(len(rows) - 0.5, -0.55)
-    ax.set_yticks(range(len(rows)), list(rows))
-    ax.set_xticks([])
-    ax.tick_params(axis="y", length=0)
-    quiet(ax, spines=("left",))
-    present = [name for name in looks if any(parts.get(name) for parts in rows.values())]
-    handles = [_patch(**looks[name][0], label=looks[name][1]) for name in present]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, columnspacing=1.4, handlelength=1.5)
-    shares = {label: float(parts.get("tokens", 0.0)) / (totals[label] or 1.0) for label, parts in rows.items()}
-    each = ", ".join(f"{label} {share:.0%}" for label, share in shares.items())
-    few, most = min(shares.values(), default=0.0), max(shares.values(), default=0.0)
-    short = f"Between {few:.0%} and {most:.0%} of the rows hold a token"
-    headline(figure, title or fitting(f"Rows that hold a token: {each}", short))
-    figure.alt = "; ".join(
+    shares = {label: {kind: size / (totals[label] or 1.0) for kind, size in parts.items()}
+              for label, parts in rows.items()}  # fmt: skip
+    stacked(ax, rows, kinds, lambda size: "", end)
+    for y, (label, parts) in enumerate(shares.items()):
+        told = ", ".join(f"{'of no use' if kind == 'idle' else kind} {_share(parts[kind])}"
+                         for kind in kinds if parts.get(kind))  # fmt: skip
+        ax.text(totals[label] + 0.012 * end, y, f"{totals[label]:,.0f} rows\n{told}", va="center", size=8)
+    ax.set_xlim(0, end * 1.75)
+    ax.set_ylim(top=-0.55)
+    present = [kind for kind in kinds if any(parts.get(kind) for parts in rows.values())]
+    key(figure, {names[kind]: kinds[kind] for kind in present}, columnspacing=1.4, handlelength=1.5)
+    held = {label: parts.get("tokens", 0.0) for label, parts in shares.items()}
+    each = ", ".join(f"{label} {share:.0%}" for label, share in held.items())
+    short = (
+        f"Between {min(held.values(), default=0):.0%} and {max(held.values(), default=0):.0%} of the rows hold a token"
+    )
+    alt = "; ".join(
         f"{label}: " + ", ".join(f"{name} {size:,.0f}" for name, size in parts.items()) for label, parts in rows.items()
     )
-    return figure
+    return finished(figure, fitting(f"Rows that hold a token: {each}", short), title, alt)
+
+
+def _share(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.005 else "<1%"

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.patches import Rectangle
 
 from ...errors import InvalidParameter
-from ..style import ALERT, CARD, INK, SOFT_INK, Picture, canvas, darker, drawing, headline, on_colour
+from ..style import ALERT, CARD, INK, SOFT_INK, Picture, darker, drawing, on_colour
 from .blocks import EMPTY, lighter, request_colours
-from .numbers import fitting
+from .parts import arrow, board, finished, fitting, tile
 from .tokens import visible
 
 ROOM_BETWEEN = 1.0  # inches, for the arrows
@@ -45,10 +45,7 @@ def block_table(
     lines = max(left_lines, num_blocks)
     height = 0.29 if lines <= 16 else max(0.17, 4.8 / lines)
     total = 0.95 + height * lines
-    figure, ax = canvas(width, total)
-    ax.set_xlim(0, width)
-    ax.set_ylim(total, 0)  # inches from the top
-    ax.axis("off")
+    figure, ax = board(width, total)
     left, right, top = 0.25 + label, width - 0.25 - 0.55 - cell * block_size, 0.8
     for x, text in ((left - label, "what a request sees"), (right, "where it lies in memory")):
         ax.text(x, top - 0.16, text, size=9, color=SOFT_INK, va="center")
@@ -57,7 +54,7 @@ def block_table(
     arrows = []
     for name, table in tables.items():
         ax.text(left - label, y + height * 0.6, name, size=10, weight="bold", va="center",
-                color=_ink(colours[name]))  # fmt: skip
+                color=darker(colours[name], 0.35))  # fmt: skip
         ax.text(left + block_size * cell, y + height * 0.6, f"table [{', '.join(map(str, table))}]", size=9,
                 ha="right", va="center", color=SOFT_INK)  # fmt: skip
         y += height
@@ -79,27 +76,13 @@ def block_table(
             ax.text(right + block_size * cell + 0.26, y + height / 2, f"×{len(parts)}", size=8.5, va="center",
                     weight="bold")  # fmt: skip
     for name, y, block, nth in arrows:
-        band = (nth + 0.5) / len(holders[block])
-        end = begin + (block + 0.12 + 0.76 * band) * height
-        ax.add_patch(FancyArrowPatch(
-            (left + block_size * cell + 0.03, y), (right - 0.03, end), arrowstyle="-|>", mutation_scale=8,
-            connectionstyle="arc3,rad=0", color=_ink(colours[name]), linewidth=1.1, shrinkA=0, shrinkB=0,
-        ))  # fmt: skip
-    caption = _caption(tables, tokens, holders, block_size, num_blocks)
-    headline(figure, title or caption)
-    figure.set_layout_engine("none")  # the axes are the whole card, in inches
-    ax.set_position((0, 0, 1, 1))
-    figure.alt = caption
-    return figure
+        end = begin + (block + 0.12 + 0.76 * (nth + 0.5) / len(holders[block])) * height
+        arrow(ax, (left + block_size * cell + 0.03, y), (right - 0.03, end), colour=darker(colours[name], 0.35))
+    return finished(figure, _caption(tables, tokens, holders, block_size, num_blocks), title)
 
 
 def _part(tokens: Sequence[str], n: int, block_size: int) -> Sequence[str]:
     return tokens[n * block_size : (n + 1) * block_size]
-
-
-def _ink(colour: str) -> str:
-    """The colour itself as ink if it is dark enough, else something darker of the same hue."""
-    return darker(colour, 0.35)
 
 
 def _block(
@@ -154,13 +137,8 @@ def placed_rows(
     belongs to another block than the table says, or two positions in one row, are marked red.
     """
     total = num_blocks * block_size
-    cell = 6.4 / total
-    figure, ax = canvas(7.0, 1.5)
-    figure.set_layout_engine("none")
-    ax.set_position((0.3 / 7, 0.1, 6.4 / 7, 0.62))
-    ax.set_xlim(0, 6.4)
-    ax.set_ylim(0.93, 0)
-    ax.axis("off")
+    left, top, cell = 0.3, 0.42, 6.4 / total
+    figure, ax = board(7.0, 1.5)
     order = {block: n for n, block in enumerate(table)}
     colours = request_colours([str(n) for n in range(len(table))])
     at: dict[int, list[int]] = {}
@@ -170,25 +148,21 @@ def placed_rows(
     for row in range(total):
         block, here = row // block_size, at.get(row, [])
         mine = order.get(block)
-        x = row * cell
         fine = len(here) == 1 and mine == here[0] // block_size and row % block_size == here[0] % block_size
         fill = EMPTY if mine is None else lighter(colours[str(mine)], 0.78)
         if here:
             fill = colours[str(mine)] if fine else ALERT
             wrong += 0 if fine else len(here)
-        ax.add_patch(Rectangle((x + 0.015, 0.12), cell - 0.03, 0.36, facecolor=fill, linewidth=0))
         text = "" if not here else str(here[0]) if len(here) == 1 else f"{here[0]}+"
-        ax.text(x + cell / 2, 0.3, text, ha="center", va="center", size=8.5 if cell > 0.24 else 7,
-                color=on_colour(fill))  # fmt: skip
+        tile(ax, left + row * cell, top + 0.12, fill, text, w=cell, h=0.36, size=8.5 if cell > 0.24 else 7,
+             gap=(0.015, 0))  # fmt: skip
     for block in range(num_blocks):
-        x = block * block_size * cell
-        ax.add_patch(Rectangle((x + 0.005, 0.08), block_size * cell - 0.01, 0.44, fill=False, linewidth=0.9,
-                               edgecolor=SOFT_INK if block in order else "#c9c6be"))  # fmt: skip
-        ax.text(x + block_size * cell / 2, 0.64, f"block {block}", ha="center", va="center", size=8, color=SOFT_INK)
-    outside = sum(not 0 <= int(row) < total for row in rows)
-    note = f"{wrong + outside} of {len(rows)} positions are not where the table says" if wrong + outside else (
-        f"all {len(rows)} positions are where the table [{', '.join(map(str, table))}] says")  # fmt: skip
-    ax.text(0, 0.84, "the pool, row by row, with the positions in it", size=8.5, color=SOFT_INK, va="center")
-    figure.text(0.18 / 7, 1 - 0.15 / 1.5, title or f"Your rows: {note}", ha="left", va="top", size=11.5)
-    figure.alt = note
-    return figure
+        x, wide = left + block * block_size * cell, block_size * cell
+        edge = {"fill": False, "linewidth": 0.9, "edgecolor": SOFT_INK if block in order else "#c9c6be"}
+        ax.add_patch(Rectangle((x + 0.005, top + 0.08), wide - 0.01, 0.44, **edge))
+        ax.text(x + wide / 2, top + 0.64, f"block {block}", ha="center", va="center", size=8, color=SOFT_INK)
+    off = wrong + sum(not 0 <= int(row) < total for row in rows)
+    note = f"all {len(rows)} positions are where the table [{', '.join(map(str, table))}] says"
+    note = f"{off} of {len(rows)} positions are not where the table says" if off else note
+    ax.text(left, top + 0.86, "the pool, row by row, with the positions in it", size=8.5, color=SOFT_INK, va="center")
+    return finished(figure, f"Your rows: {note}", title, note)

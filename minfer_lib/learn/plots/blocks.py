@@ -15,11 +15,11 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.legend_handler import HandlerTuple
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch
 
 from ...errors import InvalidParameter
-from ..style import CARD, INK, SOFT_INK, Picture, canvas, drawing, on_colour
-from .numbers import fitting
+from ..style import CARD, INK, SOFT_INK, Picture, canvas, drawing, headline, on_colour
+from .parts import Look, fitting, looks
 
 if TYPE_CHECKING:
     from ...engine.trace import BlockMap, StepTrace
@@ -29,7 +29,7 @@ REQUEST_COLOURS = (
     "#88ccee", "#cc6677", "#ddcc77", "#117733", "#44aa99", "#aa4499", "#999933", "#332288", "#882255",
 )  # fmt: skip
 EMPTY = "#ebe9e3"
-CACHED = {"facecolor": "#e6e5e1", "edgecolor": "#8d939b", "hatch": "/////", "linewidth": 0.0}
+CACHED = {"facecolor": "#e6e5e1", "edgecolor": "#8d939b", "hatch": "/////"}
 GAP = 0.035  # inches between blocks
 
 
@@ -90,53 +90,37 @@ class Contents:
         waste = f"{self.unfilled_rows} of {self.held_rows} rows unfilled"
         return fitting(f"{used}, {waste}; {rest}", f"{used}; {rest}") if self.holders else f"{used}; {rest}"
 
-    def colours(self) -> dict[str, str]:
-        """By number for requests that are numbered, so that pictures of several steps agree; else in order."""
-        numbers = [_number(name) for name in self.names]
-        count = len(REQUEST_COLOURS)
-        if None in numbers or (len(numbers) <= count and len({n % count for n in numbers}) < len(numbers)):
-            return request_colours(self.names)
-        return {name: REQUEST_COLOURS[n % count] for name, n in zip(self.names, numbers, strict=True)}
-
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sorts request 10 behind request 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
-def _number(name: str) -> int | None:
-    """The number of a request; answers to one prompt count on from its."""
-    found = re.fullmatch(r"\D*(\d+)(?:\.(\d+))?", name)
-    return found and int(found[1]) + int(found[2] or 0)
-
-
 @drawing
-def block_map(
-    blocks: StepTrace | BlockMap, *, columns: int | None = None, title: str | None = None, labels: bool = True
-) -> Picture:
+def block_map(blocks: StepTrace | BlockMap, *, title: str | None = None, labels: bool = True) -> Picture:
     """All blocks of a paged cache in memory order, filled as far as they hold tokens, in the colour of the request.
 
-    blocks: a step of an engine with kv_cache="paged" and trace=True, or its `blocks`. columns: blocks in a row of the
-    picture. labels: request ids in the blocks, where there is room. Raises `InvalidParameter` for a step of slots.
+    blocks: a step of an engine with kv_cache="paged" and trace=True, or its `blocks`. labels: request ids in the
+    blocks, where there is room. Raises `InvalidParameter` for a step of slots.
     """
     at = getattr(blocks, "blocks", blocks)
     if at is None:
         raise InvalidParameter(
-            "This step has no block map. Only a paged cache has one: make the engine with kv_cache='paged' and "
-            "trace=True; plots.slots_map draws slots."
+            "This step has no block map; only a paged cache has one. "
+            "Make the engine with kv_cache='paged' and trace=True, and give one of its steps."
         )
-    return draw_blocks(at, columns=columns, title=title, labels=labels)
+    return draw_blocks(at, title=title, labels=labels)
 
 
 def draw_blocks(
-    blocks: BlockMap, *, columns: int | None = None, title: str | None = None, labels: bool = True,
+    blocks: BlockMap, *, title: str | None = None, labels: bool = True,
     colours: Mapping[str, str] | None = None, width: float = 7.0, note: str | None = None, lines: int | None = None,
 ) -> Picture:  # fmt: skip
     """`block_map` with the colours of a whole run, another width (inches), a line below, and room for so many lines of
     legend, so that all pictures of a run have one size. Call it inside of a `drawing`."""
     here = Contents.of(blocks)
-    colours = colours or here.colours()
-    across = columns or _columns(here.num_blocks, here.block_size)
+    colours = colours or request_colours(here.names)
+    across = _columns(here.num_blocks, here.block_size)
     rows = -(-here.num_blocks // across)
     height = 0.34 if rows <= 8 else max(0.09, 2.8 / rows)  # inches
     left, room = 0.5, width - 0.75
@@ -156,7 +140,7 @@ def draw_blocks(
     every = max(1, round(0.16 / height))
     for row in range(0, rows, every):
         ax.text(-0.07, row + 0.5, str(row * across), ha="right", va="center", size=7.5, color=SOFT_INK)
-    figure.text(0.18 / width, 1 - 0.15 / total, title or here.caption, ha="left", va="top", size=11.5)
+    headline(figure, title or here.caption)
     if note:
         figure.text(left / width, (legend + 0.13) / total, note, size=9.5, va="center")
     figure.legend(
@@ -209,8 +193,7 @@ def _draw_cells(
                     color=on_colour(colours[held[0][0]]) if alone and covered else INK,
                     bbox=None if alone else {"facecolor": CARD, "edgecolor": "none", "pad": 0.9})  # fmt: skip
     for fill, shapes in corners.items():
-        look = CACHED if fill == "cached" else {"facecolor": fill, "linewidth": 0.0}
-        ax.add_collection(PolyCollection(shapes, **look), autolim=False)
+        ax.add_collection(PolyCollection(shapes, **looks(CACHED if fill == "cached" else fill)), autolim=False)
     if token >= 0.085 and here.block_size > 1:  # where one token ends and the next begins
         for n in range(here.num_blocks):
             x, y = (n % across) * token * here.block_size, n // across + 1 - gap_y / 2
@@ -219,23 +202,22 @@ def _draw_cells(
 
 
 def _legend(here: Contents, colours: Mapping[str, str]) -> tuple[list, list[str]]:
-    def patch(**look: object) -> Rectangle:
-        return Rectangle((0, 0), 1, 1, **({"linewidth": 0.0} | look))
-
     shown = here.names if len(here.names) <= 10 else here.names[:9]
     entries: list[tuple[object, str]] = [
-        (patch(facecolor=colours[name]), name if n else f"request {name}") for n, name in enumerate(shown)
+        (_patch(colours[name]), name if n else f"request {name}") for n, name in enumerate(shown)
     ]
     if len(here.names) > len(shown):
-        entries.append((patch(facecolor="none"), f"and {len(here.names) - len(shown)} more"))
-    first = colours[here.names[0]] if here.names else REQUEST_COLOURS[0]
+        entries.append((_patch("none"), f"and {len(here.names) - len(shown)} more"))
     if here.unfilled_rows:
-        entries.append((patch(facecolor=lighter(first)), "unfilled"))
+        entries.append((_patch(lighter(colours[here.names[0]])), "unfilled"))
     if here.shared:
-        pair = [colours[name] for name in here.names[:2]]
-        entries.append((tuple(patch(facecolor=colour) for colour in pair), "×n shared"))
+        entries.append((tuple(_patch(colours[name]) for name in here.names[:2]), "×n shared"))
     if here.cached:
-        entries.append((patch(**CACHED), "cached"))
+        entries.append((_patch(CACHED), "cached"))
     if here.free:
-        entries.append((patch(facecolor=EMPTY), "empty"))
+        entries.append((_patch(EMPTY), "empty"))
     return [handle for handle, _ in entries], [name for _, name in entries]
+
+
+def _patch(look: Look) -> Patch:
+    return Patch(**looks(look))

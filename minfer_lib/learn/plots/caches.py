@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib.patches import Rectangle
-
-from ..style import UNUSED, Picture, canvas, colour_of, drawing, format_bytes, headline, quiet
+from ..style import UNUSED, Picture, canvas, colour_of, drawing, format_bytes, quiet
 from .attention import squares
+from .parts import bar_rows, finished, key, tile
 
 
 @drawing
@@ -34,14 +33,10 @@ def recomputed_keys(prompt: int, steps: int, *, engine: str = "cached", title: s
     ax.set_aspect("equal", anchor="NW")
     ax.axis("off")
     new, repeated = sum(is_new), len(is_new) - sum(is_new)
-    headline(figure, title or f"{new:,} new, {repeated:,} repeated")
-    handles = [
-        Rectangle((0, 0), 1, 1, color=colour_of(engine), label="a new key"),
-        Rectangle((0, 0), 1, 1, color=UNUSED, label="a key that a step before had computed"),
-    ]
-    figure.legend(handles=handles, loc="outside lower left", ncols=2)
-    figure.alt = f"keys computed by {steps} steps after a prompt of {prompt}: {new} new, {repeated} repeated"
-    return figure
+    key(figure, {"a new key": colour_of(engine), "a key that a step before had computed": UNUSED},
+        loc="outside lower left")  # fmt: skip
+    alt = f"keys computed by {steps} steps after a prompt of {prompt}: {new} new, {repeated} repeated"
+    return finished(figure, f"{new:,} new, {repeated:,} repeated", title, alt)
 
 
 @drawing
@@ -58,27 +53,19 @@ def cache_fill(
     figure, ax = canvas(7.0, 1.05 + 0.34 * len(used))
     longest = max(room)
     for row, (filled, total) in enumerate(zip(used, room, strict=True)):
+        fills = (colour_of(engine), UNUSED)
         if longest <= 64:
             for n in range(total):
-                fill = colour_of(engine) if n < filled else UNUSED
-                ax.add_patch(Rectangle((n + 0.06, row - 0.32), 0.88, 0.64, color=fill, linewidth=0))
+                tile(ax, n, row - 0.32, fills[n >= filled], h=0.64, gap=(0.06, 0))
         else:
-            ax.barh(row, total, height=0.64, color=UNUSED)
-            ax.barh(row, filled, height=0.64, color=colour_of(engine))
+            ax.barh(row, [total, filled], height=0.64, color=fills[::-1])
         ax.text(total + longest * 0.012, row, f"{filled:,} of {total:,}", va="center", size=9)
-    ax.set_yticks(range(len(used)), names)
+    bar_rows(ax, names)
     ax.set_xlim(0, longest * 1.2)
-    ax.set_ylim(len(used) - 0.5, -0.5)
-    ax.set_xticks([])
-    ax.tick_params(axis="y", length=0)
     quiet(ax, spines=())
     empty = sum(room) - sum(used)
     caption = f"{empty:,} of {sum(room):,} reserved tokens hold nothing: {empty / max(1, sum(room)):.0%}"
     if bytes_per_token is not None:
         caption += f", {format_bytes(empty * bytes_per_token)}"
-    headline(figure, title or caption)
-    handles = [Rectangle((0, 0), 1, 1, color=colour_of(engine), label="used"),
-               Rectangle((0, 0), 1, 1, color=UNUSED, label="reserved, empty")]  # fmt: skip
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
-    figure.alt = caption
-    return figure
+    key(figure, {"used": colour_of(engine), "reserved, empty": UNUSED})
+    return finished(figure, caption, title)

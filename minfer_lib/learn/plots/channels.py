@@ -9,24 +9,10 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from ..style import (  # fmt: skip
-    ALERT,
-    CARD,
-    DATA,
-    SOFT_INK,
-    UNUSED,
-    Picture,
-    canvas,
-    colour_of,
-    darker,
-    drawing,
-    headline,
-    quiet,
-)
-from .memory import balanced
-from .numbers import plain
+from ..style import ALERT, DATA, SOFT_INK, UNUSED, Picture, canvas, colour_of, darker, drawing, quiet
+from .parts import CARD_BEHIND, balanced, finished, plain
 
 STEPS = 127  # of an int8 code on each side of zero
 ORDINARY = "#a9b4bf"
@@ -81,9 +67,7 @@ def channel_ranges(weight: Any, *, channel: int | None = None, title: str | None
         quiet(ax, grid="y" if ax is right else None)
     figure.legend(loc="outside lower left", ncols=2)
     caption = f"With one scale the median channel uses {np.median(used):.0f} of the {STEPS} steps"
-    headline(figure, title or caption)
-    figure.alt = f"{caption}, the smallest {used.min():.0f}"
-    return figure
+    return finished(figure, caption, title, f"{caption}, the smallest {used.min():.0f}")
 
 
 @drawing
@@ -97,9 +81,7 @@ def feature_peaks(
     peaks = abs(plain(activations)).max(0)  # [features]
     figure, ax = canvas(7.0, 3.0)
     caption = draw_peaks(ax, peaks, threshold, label_top)
-    headline(figure, title or caption)
-    figure.alt = caption
-    return figure
+    return finished(figure, caption, title)
 
 
 def draw_peaks(ax: Axes, peaks: np.ndarray, threshold: float | None, label_top: int) -> str:
@@ -116,7 +98,7 @@ def draw_peaks(ax: Axes, peaks: np.ndarray, threshold: float | None, label_top: 
     for n, place in zip(named, balanced(named, 0.058 * len(peaks)), strict=True):
         ax.annotate(str(n), (n, peaks[n]), (place, peaks[n] + 0.07 * ceiling), ha="center", va="bottom", size=8.5,
                     color=darker(colour_of("int8")),
-                    bbox={"facecolor": CARD, "edgecolor": "none", "pad": 0.6})  # fmt: skip
+                    bbox=CARD_BEHIND)  # fmt: skip
         ax.plot([n, place], [peaks[n], peaks[n] + 0.07 * ceiling], color=colour_of("int8"), linewidth=0.7)
     lines = [(middle, f"median {middle:.3g}", DATA, ":")]
     if threshold is not None:
@@ -169,9 +151,7 @@ def smoothing_effect(activation_peak: Any, weight_peak: Any, factors: Any, *, ti
     figure.legend(handles, labels, loc="outside lower center", ncols=2, markerscale=3 if large else 1)
     (_, x0, x1), (_, w0, w1) = ratios
     caption = f"Largest over median: activations {x0:.3g} → {x1:.3g}, weights {w0:.3g} → {w1:.3g}"
-    headline(figure, title or caption)
-    figure.alt = caption
-    return figure
+    return finished(figure, caption, title)
 
 
 def _plain_log(axis: Any) -> None:
@@ -179,4 +159,4 @@ def _plain_log(axis: Any) -> None:
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=7))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,g}"))
+    axis.set_major_formatter("{x:,g}")

@@ -56,26 +56,8 @@ def lanes(steps: Sequence[StepTrace]) -> dict[Owner, Lane]:
     return found
 
 
-def timeline_states(steps: Sequence[StepTrace]) -> dict[str, str]:
-    """A run as `iteration_timeline` draws it: for each request a character a step."""
-    rows = {}
-    for lane in lanes(steps).values():
-        row = [" "] * len(steps)
-        for step in lane.waited:
-            row[step - 1] = "w"
-        for step, _, decodes in lane.chunks:
-            row[step - 1] = "d" if decodes else "p"
-        rows[lane.name] = "".join(row)
-    return rows
-
-
-def what_happens(steps: Sequence[StepTrace], step: int) -> str:
-    """One line about a step (counted from 1): who waits, prefills, decodes, and who is not seen after it."""
-    return account(lanes(steps), steps, step)
-
-
 def account(run: Mapping[Owner, Lane], steps: Sequence[StepTrace], step: int) -> str:
-    """`what_happens` for lanes that were made before."""
+    """One line about a step (counted from 1): who waits, prefills, decodes, and who is not seen after it."""
     if not 1 <= step <= len(steps):
         raise InvalidParameter(f"step={step!r} is not possible: there are {len(steps)} steps, counted from 1.")
     now = steps[step - 1]

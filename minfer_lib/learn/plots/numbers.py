@@ -11,40 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex
-from matplotlib.patches import Rectangle
 
 from ...errors import InvalidParameter
-from ..style import (
-    ALERT,
-    CARD,
-    DATA,
-    INK,
-    SOFT_INK,
-    UNUSED,
-    Picture,
-    canvas,
-    colour_of,
-    darker,
-    drawing,
-    headline,
-    on_colour,
-)
-from .memory import balanced
+from ..style import ALERT, CARD, DATA, INK, SOFT_INK, UNUSED, Picture, canvas, colour_of, darker, drawing
+from .parts import balanced, finished, fitting, plain, tile
 
 if TYPE_CHECKING:
     from ...quant.absmax import Quantized
 
-
 ARROW = {"arrowstyle": "-|>", "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 9}
-
-
-def plain(values: Any) -> np.ndarray:
-    """Numbers, lists of them, arrays and tensors (of any device and dtype) as an array of float64."""
-    if hasattr(values, "detach"):
-        values = values.detach().float().cpu().numpy()
-    return np.asarray(values, dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -120,9 +96,8 @@ def quantization_grid(
         ax.plot([x, place], [1.07, 1.2], color=SOFT_INK, linewidth=0.6)
         ax.plot([point, place], [-0.12, -0.3], color=SOFT_INK, linewidth=0.6)
         ax.text(place, 1.24, _short(x), ha="center", va="bottom", size=9)
-        for row, (text, colour) in enumerate(
-            ((str(code), INK), (_short(point), INK), (_short(error, True), darker(ink, 0.25)))
-        ):
+        below = ((str(code), INK), (_short(point), INK), (_short(error, True), darker(ink, 0.25)))
+        for row, (text, colour) in enumerate(below):
             ax.text(place, -0.46 - 0.3 * row, text, ha="center", va="center", size=9, color=colour)
     edge = min(low, min(places)) - 0.09 * span
     for y, name in ((1.31, "number"), (-0.46, "code"), (-0.76, "stands for"), (-1.06, "error")):
@@ -134,11 +109,8 @@ def quantization_grid(
     cut = int(is_clipped.sum())
     lost = f"; {cut} of {len(numbers)} {'numbers are' if cut != 1 else 'numbers is'} clipped" if cut else ""
     caption = f"{kind}; largest error {_short(abs(errors).max())}{lost}"
-    headline(figure, title or caption)
-    figure.alt = f"{caption}: " + ", ".join(
-        f"{_short(x)} to {_short(d)}" for x, d in zip(numbers, decoded, strict=True)
-    )
-    return figure
+    said = ", ".join(f"{_short(x)} to {_short(d)}" for x, d in zip(numbers, decoded, strict=True))
+    return finished(figure, caption, title, f"{caption}: {said}")
 
 
 @drawing
@@ -179,15 +151,15 @@ def matrix_steps(matrix: Any, quantized: Quantized, *, title: str | None = None)
             amount = value / (largest or 1.0)
             fill = to_hex(shade(0.5 + 0.4 * amount if shade is signed else 0.6 * abs(amount)))
             shown = "0" if value == 0 else text(value) if text(value).strip("+-0.") else text(0.0).lstrip("+")
-            _square(ax, left + column, top + row, shown, fill, 8.5 if len(shown) < 6 else 7.5)
+            tile(ax, left + column, top + row, fill, shown, size=8.5 if len(shown) < 6 else 7.5, gap=(0.03, 0.04))
         left += columns
         if name == "codes":
             for row in range(rows) if len(scales) == rows and rows > 1 else (None,):
                 y = top + (rows / 2 if row is None else row + 0.5)
                 label = f"× {scales[row or 0]:.3g}"
                 if zeros is not None:
-                    label = f"− {zeros[row or 0]:.0f}\n{label}" if zeros[row or 0] >= 0 else (
-                        f"+ {-zeros[row or 0]:.0f}\n{label}")  # fmt: skip
+                    zero = zeros[row or 0]
+                    label = f"{'−' if zero >= 0 else '+'} {abs(zero):.0f}\n{label}"
                 ax.text(left + 0.12, y, label, ha="left", va="center", size=8.5, color=INK)
             left += beside / side
         left += gap / side
@@ -199,20 +171,8 @@ def matrix_steps(matrix: Any, quantized: Quantized, *, title: str | None = None)
     kind = "One scale for the matrix" if len(scales) == 1 else f"{len(scales)} scales, one a row"
     fate = f", {vanished} of {values.size} numbers became 0" if vanished > 0 else ""
     caption = f"{kind}: the error is {share:.1%} of the values{fate}"
-    short = f"The error is {share:.1%} of the values"
-    headline(figure, title or fitting(caption, short, most=int(10.8 * figure.get_figwidth())))
-    figure.alt = caption
-    return figure
-
-
-def _square(ax: Axes, x: float, y: float, text: str, fill: str, size: float) -> None:
-    ax.add_patch(Rectangle((x + 0.03, y + 0.04), 0.94, 0.92, color=fill, linewidth=0))
-    ax.text(x + 0.5, y + 0.5, text, ha="center", va="center", size=size, color=on_colour(fill))
-
-
-def fitting(*sentences: str, most: int = 76) -> str:
-    """The first of the sentences that a headline has room for, else the last one."""
-    return next((sentence for sentence in sentences if sentence and len(sentence) <= most), sentences[-1])
+    short = fitting(caption, f"The error is {share:.1%} of the values", most=int(10.8 * figure.get_figwidth()))
+    return finished(figure, short, title, caption)
 
 
 def _decimals(values: np.ndarray) -> int:

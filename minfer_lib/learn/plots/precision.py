@@ -10,13 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from ..style import (
     ACTIVATIONS,
     ALERT,
-    CARD,
     DATA,
     INK,
     KV_CACHE,
@@ -28,11 +26,9 @@ from ..style import (
     colour_of,
     drawing,
     format_bytes,
-    headline,
-    on_colour,
     quiet,
 )
-from .numbers import fitting
+from .parts import CARD_BEHIND, bar_rows, finished, fitting, key, stacked
 
 OURS = colour_of("int8")
 LIGHTER = "#e9b878"  # a second way of int8 beside the first
@@ -47,27 +43,12 @@ OTHER_PARTS = ("#b78fa0", "#d3bac5", DATA, "#9aa3ad")
 Parts = Mapping[str, Mapping[str, float]]
 
 
-def _stacked(ax: Axes, rows: Parts, end: float, text: Any) -> None:
-    """One stacked horizontal bar a row; parts that are wide enough carry their size, all are in the legend."""
-    known = list(PART_COLOURS)  # in this order, then the others as they come
+def _parts(rows: Parts) -> dict[str, str]:
+    """The colour of each part of the rows, in the order above, then the others as they come."""
     names = list(dict.fromkeys(part for parts in rows.values() for part in parts))
-    names.sort(key=lambda name: known.index(name) if name in known else len(known))
     others = iter(OTHER_PARTS)
-    colours = {name: PART_COLOURS.get(name) or next(others, DATA) for name in names}
-    for y, parts in enumerate(rows.values()):
-        left = 0.0
-        for name in names:
-            size = parts.get(name, 0.0)
-            ax.barh(y, size, left=left, color=colours[name], height=0.66, label=name if y == 0 else None)
-            if size > end * 0.1:
-                ax.text(left + size / 2, y, text(size), ha="center", va="center", size=8.5,
-                        color=on_colour(colours[name]))  # fmt: skip
-            left += size
-    ax.set_yticks(range(len(rows)), list(rows))
-    ax.set_ylim(len(rows) - 0.45, -0.55)
-    ax.set_xticks([])
-    ax.tick_params(axis="y", length=0)
-    quiet(ax, spines=("left",))
+    known = [name for name in PART_COLOURS if name in names]
+    return {name: PART_COLOURS.get(name) or next(others, DATA) for name in dict.fromkeys([*known, *names])}
 
 
 @drawing
@@ -79,21 +60,20 @@ def bytes_moved(rows: Parts, *, title: str | None = None) -> Picture:
     totals = {name: float(sum(parts.values())) for name, parts in rows.items()}
     end, first = max(totals.values()), next(iter(totals))
     figure, ax = canvas(7.0, 1.2 + 0.42 * len(rows))
-    _stacked(ax, rows, end, format_bytes)
+    stacked(ax, rows, _parts(rows), format_bytes, end)
     ratios = {name: total / totals[first] for name, total in totals.items()}
     for y, (name, total) in enumerate(totals.items()):
         ratio = "" if name == first else f", {ratios[name]:.3g}×"
         ax.text(total + end * 0.012, y, format_bytes(total) + ratio, va="center", size=9)
     ax.set_xlim(0, end * 1.27)
-    figure.legend(loc="outside lower center", ncols=6, columnspacing=1.1, handlelength=1.3)
+    key(figure, _parts(rows), ncols=6, columnspacing=1.1, handlelength=1.3)
+    least = min(ratios, key=ratios.__getitem__)
     compared = "; ".join(f"{name}: {ratio:.3g}×" for name, ratio in ratios.items() if name != first)
-    found = f"Bytes against {first}: {compared}" if compared else ""
-    if len(rows) == 2:
-        other = list(rows)[1]
-        found = f"“{other}” moves {ratios[other]:.3g}× the bytes of “{first}”"
-    headline(figure, title or fitting(found, *_extremes(ratios, first)))
-    figure.alt = "bytes moved: " + "; ".join(f"{name} {format_bytes(total)}" for name, total in totals.items())
-    return figure
+    found = f"“{least}” moves {ratios[least]:.3g}× the bytes of “{first}”"
+    if len(rows) != 2 and compared:
+        found = fitting(f"Bytes against {first}: {compared}", found)
+    alt = "bytes moved: " + "; ".join(f"{name} {format_bytes(total)}" for name, total in totals.items())
+    return finished(figure, found, title, alt)
 
 
 @drawing
@@ -105,14 +85,14 @@ def memory_budget(rows: Parts, *, budget: float = 8e9, title: str | None = None)
     totals = {name: float(sum(parts.values())) for name, parts in rows.items()}
     end = max(*totals.values(), budget)
     figure, ax = canvas(7.0, 1.55 + 0.42 * len(rows))
-    _stacked(ax, rows, end, lambda size: f"{size / 1e9:.2f}")
+    stacked(ax, rows, _parts(rows), lambda size: f"{size / 1e9:.2f}", end)
     for y, total in enumerate(totals.values()):
         left = budget - total
         rest = abs(budget / 1e9 - round(total / 1e9, 2))  # what is written adds up
         verdict = f"{rest:.2f} left" if left >= 0 else f"{rest:.2f} too much"
         ax.text(max(total, budget if 0 <= left < 0.25 * end else 0.0) + end * 0.012, y,
                 f"{total / 1e9:.2f} GB, {verdict}", va="center", size=9, color=INK if left >= 0 else ALERT,
-                bbox={"facecolor": CARD, "edgecolor": "none", "pad": 0.8})  # fmt: skip
+                bbox=CARD_BEHIND)  # fmt: skip
     ax.set_xlim(0, end * 1.42)
     ax.set_ylim(top=-0.95)
     ax.axvline(budget, color=ALERT, linestyle="--", linewidth=1.2, zorder=0.9)
@@ -121,76 +101,53 @@ def memory_budget(rows: Parts, *, budget: float = 8e9, title: str | None = None)
     ax.set_xticks([tick * 1e9 for tick in ticks], [f"{tick:g}" for tick in ticks])
     ax.set_xlabel("GB (10⁹ bytes)")
     quiet(ax, grid="x", spines=("bottom",))
-    figure.legend(loc="outside lower center", ncols=6, columnspacing=1.1, handlelength=1.3)
+    key(figure, _parts(rows), ncols=6, columnspacing=1.1, handlelength=1.3)
     fits = sum(total <= budget for total in totals.values())
     caption = f"{fits} of {len(rows)} {'fits' if fits == 1 else 'fit'} in {budget / 1e9:g} GB"
-    headline(figure, title or caption)
-    figure.alt = f"{caption}: " + "; ".join(f"{name} {total / 1e9:.2f} GB" for name, total in totals.items())
-    return figure
+    alt = f"{caption}: " + "; ".join(f"{name} {total / 1e9:.2f} GB" for name, total in totals.items())
+    return finished(figure, caption, title, alt)
 
 
 @drawing
 def ways_timed(
     times: Mapping[str, Mapping[int, float]], *, highlight: Collection[str] = ("int8 (ours)",), unit: str = "ms",
-    relative_to: str | None = None, title: str | None = None,
+    title: str | None = None,
 ) -> Picture:  # fmt: skip
     """Several ways to compute the same product, timed: {"float32": {rows: time}, ...}, a panel for each number of rows.
 
-    Times are written in `unit` behind bars of a common logarithmic scale; with `relative_to` they are ratios to that
-    way, and bars to the left of the line at 1 are faster. Up to 8 ways and 4 numbers of rows can be read.
+    A dot for each time on a common logarithmic scale in `unit`, with its number; the fastest is bold. Up to 8 ways and
+    4 numbers of rows can be read.
     """
     counts = sorted({rows for way in times.values() for rows in way})
-    values = {
-        (name, rows): float(time / times[relative_to][rows] if relative_to else time)
-        for name, way in times.items() for rows, time in way.items()
-        if relative_to is None or rows in times[relative_to]
-    }  # fmt: skip
-    low, high = min(values.values()), max(values.values())
-    start = 1.0 if relative_to else low / (high / low) ** 0.12 / 1.3
-    low, high = min(low, start), max(high, start)
-    figure, axes = canvas(7.0, 1.15 + 0.29 * len(times), columns=len(counts), sharey=True, squeeze=False)
+    every = [time for way in times.values() for time in way.values()]
+    low, high = min(every), max(every)
+    figure, axes = canvas(7.0, 1.3 + 0.29 * len(times), columns=len(counts), sharey=True, sharex=True, squeeze=False)
+    fastest: dict[str, list[int]] = {}
     for ax, rows in zip(axes[0], counts, strict=True):
-        here = {name: values[name, rows] for name in times if (name, rows) in values}
-        best = min(here.values())
-        ax.set_xscale("log")
+        here = {name: way[rows] for name, way in times.items() if rows in way}
+        best = min(here, key=here.__getitem__)
+        fastest.setdefault(best, []).append(rows)
+        bar_rows(ax, list(times))
         for y, name in enumerate(times):
             if name not in here:
-                ax.text(start, y, " not measured", va="center", size=8, color=SOFT_INK)
+                ax.text(low, y, "not measured", va="center", size=8, color=SOFT_INK)
                 continue
-            value, colour = here[name], OURS if name in highlight else "#a9b4bf"
-            ax.barh(y, value - start, left=start, height=0.66, color=colour)
-            text = (f"{value:.2f}×" if value < 10 else f"{value:.0f}×") if relative_to else f"{value:,.3g}"
-            ax.annotate(text, (max(value, start), y), textcoords="offset points", xytext=(3, 0), va="center", size=8.5,
-                        weight="bold" if value == best else "normal")  # fmt: skip
-        if relative_to:
-            ax.axvline(1.0, color=SOFT_INK, linewidth=1.0)
-        room = 0.12 + 0.08 * len(counts)  # share of a panel that the numbers behind the bars take
-        ax.set_xlim(low * (0.9 if relative_to else 1.0), high * max(high / low, 1.5) ** (room / (1 - room)))
-        ax.set_xticks([])
+            ax.plot([here[name]], [y], "o", markersize=7, color=OURS if name in highlight else "#a9b4bf")
+            ax.annotate(f"{here[name]:,.3g}", (here[name], y), textcoords="offset points", xytext=(7, 0), va="center",
+                        size=8.5, weight="bold" if name == best else "normal")  # fmt: skip
+        ax.set_xscale("log")
+        room = 0.1 + 0.09 * len(counts)  # share of a panel that the numbers behind the dots take
+        ax.set_xlim(low / 1.4, high * max(high / low, 1.5) ** (room / (1 - room)))
+        decades = [10.0**n for n in range(-4, 7) if low / 1.4 <= 10.0**n <= high * 1.4]
+        ax.set_xticks(decades or [low], [f"{tick:g}" for tick in decades or [low]])
         ax.xaxis.set_minor_locator(NullLocator())
         ax.set_title(f"{rows:,} {'row' if rows == 1 else 'rows'}", size=9.5, pad=5)
-        ax.tick_params(axis="y", length=0)
-        quiet(ax, spines=() if relative_to else ("left",))
-    axes[0, 0].set_yticks(range(len(times)), list(times), size=9)
-    axes[0, 0].set_ylim(len(times) - 0.5, -0.5)
-    winners: dict[str, list[int]] = {}
-    for rows in counts:
-        winners.setdefault(min((n for n in times if (n, rows) in values), key=lambda n: values[n, rows]), []).append(
-            rows
-        )
-    full = "; ".join(f"{name} at {_and(at)} {'row' if at == [1] else 'rows'}" for name, at in winners.items())
-    first, last = (next(name for name, at in winners.items() if rows in at) for rows in (counts[0], counts[-1]))
-    caption = fitting(
-        f"Fastest: {full}", f"Fastest: {first} at {counts[0]}; {last} at {counts[-1]} rows", "The fastest are in bold"
-    )
-    headline(figure, title or caption)
-    what = f"time as a multiple of {relative_to}'s (logarithmic bars)" if relative_to else f"{unit} (logarithmic bars)"
-    figure.supxlabel(f"{what}; the fastest is bold", size=9, color=SOFT_INK)
-    figure.alt = f"{caption}; " + "; ".join(
-        f"{name} " + ", ".join(f"{rows}: {values[name, rows]:.3g}" for rows in counts if (name, rows) in values)
-        for name in times
-    )
-    return figure
+        quiet(ax, grid="x", spines=("left",))
+    told = "; ".join(f"{name} at {_and(at)} {'row' if at == [1] else 'rows'}" for name, at in fastest.items())
+    caption = fitting(f"Fastest: {told}", "The fastest are in bold")
+    axes[0, 0].set_xlabel(f"{unit} (logarithmic); the fastest is bold", size=9, color=SOFT_INK, loc="left")
+    said = (f"{name} " + ", ".join(f"{rows}: {way[rows]:.3g}" for rows in sorted(way)) for name, way in times.items())
+    return finished(figure, caption, title, f"{caption}; " + "; ".join(said))
 
 
 @drawing
@@ -228,29 +185,19 @@ def step_times_by_batch(
         for name, way in times.items() if name != base
     }  # fmt: skip
     ratios = {name: [times[name][b] / times[base][b] for b in at] for name, at in shared.items() if at}
-    caption = None
+    caption = ""
     if ratios:
         best = min(ratios, key=lambda name: float(np.mean(ratios[name])))
         parts = [f"{ratio:.2f}" for ratio in ratios[best]]
-        at = shared[best]
         caption = fitting(
-            f"{best} takes {_and(parts)} of {base}'s time at batch {_and(at)}",
-            f"{best}: {', '.join(parts)} of {base}'s time (batch {', '.join(map(str, at))})",
-            f"{best} takes {parts[0]} of {base}'s time at batch {at[0]}, {parts[-1]} at {at[-1]}",
+            f"{best} takes {_and(parts)} of {base}'s time at batch {_and(shared[best])}",
             f"{best}: {min(parts)} to {max(parts)} of {base}'s time",
         )
-    headline(figure, title or caption)
-    figure.alt = (caption or "step times") + "; " + "; ".join(
+    said = "; ".join(
         f"{name} " + ", ".join(f"{batch}: {way[batch]:.3g} ms" for batch in batches if batch in way)
         for name, way in times.items()
-    )  # fmt: skip
-    return figure
-
-
-def _extremes(ratios: Mapping[str, float], first: str) -> list[str]:
-    """Shorter ways to say what moves most and least."""
-    most, least = (choose(ratios, key=lambda name: ratios[name]) for choose in (max, min))
-    return [f"{least} moves {ratios[least]:.3g}× the bytes of {first}", f"{ratios[least]:.3g} to {ratios[most]:.3g}×"]
+    )
+    return finished(figure, caption, title, f"{caption or 'step times'}; {said}")
 
 
 def _looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from matplotlib.patches import Rectangle
 
-from ..style import ACTIVATIONS, CARD, DATA, GROUP_COLOURS, SOFT_INK, UNUSED, Picture, canvas, drawing, headline, quiet
+from ..style import ACTIVATIONS, CARD, DATA, GROUP_COLOURS, SOFT_INK, UNUSED, Picture, canvas, drawing, quiet
+from ..values import shortened
+from .parts import finished, key, told_bars
 
 PREFILL_COLOUR, DECODE_COLOUR = DATA, ACTIVATIONS
 
@@ -26,13 +27,9 @@ class TimelineStep(NamedTuple):
 
 @drawing
 def time_by_operator(
-    names: Sequence[str],
-    ms: Sequence[float],
-    groups: Sequence[str] | None = None,
-    *,
-    most: int = 10,
+    names: Sequence[str], ms: Sequence[float], groups: Sequence[str] | None = None, *, most: int = 10,
     title: str | None = None,
-) -> Picture:
+) -> Picture:  # fmt: skip
     """Where the time of a profile went: one bar an operator, the slowest on top, coloured by group if groups are given.
 
     `ms` are milliseconds of self time (not counting what an operator calls), so that they may be added up.
@@ -40,30 +37,21 @@ def time_by_operator(
     total = float(sum(ms)) or 1.0
     order = sorted(range(len(ms)), key=lambda i: -ms[i])
     shown, rest = order[:most], order[most:]
-    labels = [shortened(names[i].removeprefix("aten::")) for i in shown] + ([f"{len(rest)} others"] if rest else [])
-    values = [float(ms[i]) for i in shown] + ([float(sum(ms[i] for i in rest))] if rest else [])
     kinds = sorted(set(groups)) if groups else []  # by name, so that a group keeps its colour from run to run
     colour = {kind: GROUP_COLOURS[n % len(GROUP_COLOURS)] for n, kind in enumerate(kinds)}
-    colours = [colour[groups[i]] if groups else DATA for i in shown] + ([UNUSED] if rest else [])
-    figure, ax = canvas(7.0, 1.0 + 0.28 * len(labels) + (0.3 if groups else 0.0))
-    ax.barh(range(len(labels)), values, color=colours, height=0.72)
-    for row, value in enumerate(values):
-        ax.text(value + max(values) * 0.012, row, f"{value:.3g} ms  ({value / total:.0%})", va="center", size=9)
-    ax.set_yticks(range(len(labels)), labels)
-    ax.invert_yaxis()
-    ax.set_xlim(0, max(values) * 1.26)
-    ax.set_xticks([])
-    ax.tick_params(axis="y", length=0)
-    quiet(ax, spines=("left",))
+    bars = {shortened(names[i].removeprefix("aten::"), 34): (float(ms[i]), colour[groups[i]] if groups else DATA)
+            for i in shown}  # fmt: skip
+    if rest:
+        bars[f"{len(rest)} others"] = (float(sum(ms[i] for i in rest)), UNUSED)
+    figure, ax = canvas(7.0, 1.0 + 0.28 * len(bars) + (0.3 if groups else 0.0))
+    told_bars(ax, bars, lambda value: f"{value:.3g} ms  ({value / total:.0%})", room=0.26)
     if groups:
         sums = {kind: sum(ms[i] for i in order if groups[i] == kind) for kind in kinds}
-        handles = [Rectangle((0, 0), 1, 1, color=colour[k], label=f"{k} {sums[k] / total:.0%}") for k in kinds]
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(kinds)))
-    headline(figure, title or f"{labels[0]} takes {values[0] / total:.0%} of {total:.3g} ms")
-    figure.alt = "time: " + ", ".join(
-        f"{label} {value / total:.0%}" for label, value in zip(labels, values, strict=True)
-    )
-    return figure
+        key(figure, {f"{kind} {sums[kind] / total:.0%}": colour[kind] for kind in kinds}, ncols=min(4, len(kinds)))
+    shares = {name: value / total for name, (value, _) in bars.items()}
+    first = next(iter(shares))
+    alt = "time: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    return finished(figure, f"{first} takes {shares[first]:.0%} of {total:.3g} ms", title, alt)
 
 
 @drawing
@@ -88,52 +76,29 @@ def prefill_decode_timeline(
     if queue_s:
         ax.barh(0, queue_s, height=0.5, color=UNUSED)
         ax.text(queue_s / 2, 0, "waits", ha="center", va="center", size=8.5)
+    thin = 0.8 if len(steps) < 60 else 0.2
     for start, step in zip(starts, steps, strict=True):
         fill = PREFILL_COLOUR if step.kind == "prefill" else DECODE_COLOUR
-        ax.barh(
-            0,
-            step.seconds,
-            left=start,
-            height=0.5,
-            color=fill,
-            edgecolor=CARD,
-            linewidth=0.8 if len(steps) < 60 else 0.2,
-        )
+        ax.barh(0, step.seconds, left=start, height=0.5, color=fill, edgecolor=CARD, linewidth=thin)
     spans = [(0.0, ttft, f"TTFT {ttft * 1e3:,.0f} ms")]
     if tpot is not None:
-        each = "1 step" if later == 1 else f"{later} steps"
-        spans.append((ttft, end, f"{each}, TPOT {tpot * 1e3:,.1f} ms"))
+        spans.append((ttft, end, f"{later} step{'s' * (later != 1)}, TPOT {tpot * 1e3:,.1f} ms"))
+    look = {"arrowstyle": "<->", "color": SOFT_INK, "shrinkA": 0, "shrinkB": 0}
     for left, right, text in spans:
-        ax.annotate(
-            "",
-            (left, 0.42),
-            (right, 0.42),
-            arrowprops={"arrowstyle": "<->", "color": SOFT_INK, "shrinkA": 0, "shrinkB": 0},
-        )
+        ax.annotate("", (left, 0.42), (right, 0.42), arrowprops=look)
         at_the_edge = left == 0 and right < end * 0.28  # a text centred over a short span would leave the card
         x, side = (0.0, "left") if at_the_edge else ((left + right) / 2, "center")
         ax.text(x, 0.52, text, ha=side, va="bottom", size=9.5)
     many = "one step" if len(prefills) == 1 else f"{len(prefills)} steps"
     prompt = sum(steps[n].tokens for n in prefills)
-    handles = [
-        Rectangle((0, 0), 1, 1, color=PREFILL_COLOUR, label=f"prefill: {prompt:,} tokens in {many}"),
-        Rectangle((0, 0), 1, 1, color=DECODE_COLOUR, label="decode: one token a step"),
-    ]  # fmt: skip
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    key(figure, {f"prefill: {prompt:,} tokens in {many}": PREFILL_COLOUR, "decode: one token a step": DECODE_COLOUR})
     ax.set_xlim(0, end * 1.01)
     ax.set_ylim(-0.32, 0.85)
     ax.set_yticks([])
     ax.set_xlabel("seconds since arrival")
     quiet(ax, spines=("bottom",))
-    if title is None and tpot is not None:
-        title = f"The first token took as long as {ttft / tpot:.1f} later ones"
-    headline(figure, title)
-    figure.alt = f"prefill of {prompt} tokens, TTFT {ttft:.3g} s" + (
-        f"; {later} decode steps, TPOT {tpot:.3g} s" if later else ""
-    )
-    return figure
-
-
-def shortened(name: str, limit: int = 30) -> str:
-    """The name, with its middle left out where it is longer than `limit` characters."""
-    return name if len(name) <= limit else f"{name[: limit - 11]}…{name[-10:]}"
+    alt = f"prefill of {prompt} tokens, TTFT {ttft:.3g} s"
+    if tpot is None:
+        return finished(figure, "", title, alt)
+    caption = f"The first token took as long as {ttft / tpot:.1f} later ones"
+    return finished(figure, caption, title, f"{alt}; {later} decode steps, TPOT {tpot:.3g} s")

@@ -14,24 +14,19 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from ...errors import InvalidParameter
-from ..style import FAINT, GROUP_COLOURS, INK, SOFT_INK, Picture, canvas, darker, drawing, headline, quiet
-from .numbers import plain
+from ..style import FAINT, GROUP_COLOURS, INK, SOFT_INK, Picture, canvas, darker, drawing, quiet
+from .parts import finished, plain
 
 
 def merged(scores: Sequence[np.ndarray]) -> tuple[list[float], list[float], list[float], np.ndarray]:
     """(maximum, sum of exp(score - maximum), factor exp(maximum - largest maximum)) of each part, and the weights of
     all scores, [scores], made from them. An empty part has the maximum -inf, the sum 0 and the factor 0."""
     maxima = [float(part.max()) if len(part) else -math.inf for part in scores]
-    sums = [float(np.exp(part - top).sum()) if len(part) else 0.0 for part, top in zip(scores, maxima, strict=True)]
-    largest = max(maxima)
-    factors = [math.exp(top - largest) for top in maxima]
+    shifted = [np.exp(part - top) if len(part) else part for part, top in zip(scores, maxima, strict=True)]
+    sums = [float(part.sum()) for part in shifted]
+    factors = [math.exp(top - max(maxima)) for top in maxima]
     total = sum(factor * own for factor, own in zip(factors, sums, strict=True))
-    weights = [
-        np.exp(part - top) * factor / total
-        for part, top, factor in zip(scores, maxima, factors, strict=True)
-        if len(part)
-    ]
-    return maxima, sums, factors, np.concatenate(weights)
+    return maxima, sums, factors, np.concatenate(shifted) * np.repeat(factors, [len(p) for p in shifted]) / total
 
 
 @drawing
@@ -93,9 +88,7 @@ def draw_merged(
     counts = f"{len(parts)} part{'s' * (len(parts) != 1)}, the weights of {len(whole)} scores"
     verdict = "are those of one softmax" if difference <= 1e-12 else f"are off by up to {difference:.2g}"
     found = f"{'Merged from' if given is None else 'By your merge of'} {counts} {verdict}"
-    headline(figure, title or found)
-    figure.alt = f"{found}; factors " + ", ".join(f"{factor:.3g}" for factor in factors)
-    return figure
+    return finished(figure, found, title, f"{found}; factors " + ", ".join(f"{factor:.3g}" for factor in factors))
 
 
 def _notes(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 from ..style import (
     GROUP_COLOURS,
@@ -21,11 +21,10 @@ from ..style import (
     darker,
     drawing,
     engine_family,
-    headline,
     line_style,
     quiet,
 )
-from .memory import balanced, spread
+from .parts import COUNT, balanced, finished, spread, told_bars
 
 LEADER = {"arrowstyle": "-", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2}  # a name to its curve
 
@@ -59,33 +58,22 @@ def step_times(
         ax.plot(grid, curve(grid), color=style["color"], linewidth=2.0)
         ends.append(float(curve(x.max())))
         notes.append(_formula(curve.convert().coef))
-    top = tall * 1.08
-    for (name, (lengths, _)), height, note in zip(series.items(), spread(ends, top * 0.14), notes, strict=True):
-        colour = INK if engine_family(name) is None else colour_of(name)
+    top, heights = tall * 1.08, spread(ends, tall * 0.15)
+    beside = {"textcoords": "offset points", "va": "center"}
+    for (name, (lengths, _)), height, note in zip(series.items(), heights, notes, strict=True):
         is_short = max(lengths) < 0.7 * far  # such a cloud leaves room for its name where it ends
         at = (max(lengths) if is_short else far, height)
-        ax.annotate(
-            name,
-            at,
-            textcoords="offset points",
-            xytext=(8, 5 if note else 0),
-            va="center",
-            color=colour,
-            weight="bold",
-            size=9.5,
-        )
-        ax.annotate(note, at, textcoords="offset points", xytext=(8, -8), va="center", size=8.5, color=SOFT_INK)
-    ax.set_ylim(0, max(top, max(spread(ends, top * 0.14)) * 1.04))
+        colour = INK if engine_family(name) is None else colour_of(name)
+        ax.annotate(name, at, xytext=(8, 5 if note else 0), color=colour, weight="bold", size=9.5, **beside)
+        ax.annotate(note, at, xytext=(8, -8), size=8.5, color=SOFT_INK, **beside)
+    ax.set_ylim(0, max(top, max(heights) * 1.04))
     ax.set_xlim(left=0, right=far * 1.01)
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+    ax.xaxis.set_major_formatter(COUNT)
     ax.set_xlabel(xlabel)
     ax.set_ylabel("ms a step")
     quiet(ax, grid="y")
-    headline(figure, title)
-    figure.alt = "step time: " + "; ".join(
-        f"{name} {note or 'not fitted'}" for name, note in zip(series, notes, strict=True)
-    )
-    return figure
+    said = "; ".join(f"{name} {note or 'not fitted'}" for name, note in zip(series, notes, strict=True))
+    return finished(figure, "", title, f"step time: {said}")
 
 
 @drawing
@@ -98,15 +86,8 @@ def gain_vs_length(
     ax.plot(lengths, gain, **line_style(engine))
     ax.axhline(1.0, color=SOFT_INK, linestyle="--", linewidth=1.1)
     at_right = abs(gain[-1] - 1.0) >= abs(gain[0] - 1.0)  # where the line leaves room
-    ax.text(
-        lengths[-1 if at_right else 0],
-        1.0,
-        f"as fast as {over}",
-        size=8.5,
-        color=SOFT_INK,
-        va="bottom",
-        ha="right" if at_right else "left",
-    )
+    ax.text(lengths[-1 if at_right else 0], 1.0, f"as fast as {over}", size=8.5, color=SOFT_INK, va="bottom",
+            ha="right" if at_right else "left")  # fmt: skip
     ax.set_xscale("log", base=2)  # lengths are usually doubled
     for x, g in zip(lengths, gain, strict=True):
         ax.annotate(f"{g:.1f}×", (x, g), textcoords="offset points", xytext=(-2, 7), ha="right", size=9)
@@ -117,55 +98,34 @@ def gain_vs_length(
     ax.set_xlabel(xlabel)
     ax.set_ylabel("times faster")
     quiet(ax, grid="y")
-    low, high = min(gain), max(gain)
-    headline(figure, title or f"{engine} against {over}: {low:.1f} to {high:.1f} times as fast, depending on length")
-    figure.alt = f"{engine} over {over}: " + ", ".join(
-        f"{x:,.0f} tokens {g:.1f}x" for x, g in zip(lengths, gain, strict=True)
-    )
-    return figure
+    caption = f"{engine} against {over}: {min(gain):.1f} to {max(gain):.1f} times as fast, depending on length"
+    said = ", ".join(f"{x:,.0f} tokens {g:.1f}x" for x, g in zip(lengths, gain, strict=True))
+    return finished(figure, caption, title, f"{engine} over {over}: {said}")
 
 
 @drawing
 def bars_by_engine(values: Mapping[str, float], *, unit: str, title: str | None = None) -> Picture:
     """One bar an engine, in the engines' colours; peers have a black outline. `unit` is written behind each number."""
     figure, ax = canvas(7.0, 0.85 + 0.34 * len(values))
-    longest = max(values.values())
-    for row, (name, value) in enumerate(values.items()):
-        ax.barh(row, value, height=0.66, **bar_style(name))
-        ax.text(value + longest * 0.012, row, f"{value:,.3g} {unit}", va="center", size=9)
-    ax.set_yticks(range(len(values)), list(values))
-    ax.invert_yaxis()
-    ax.set_xlim(0, longest * 1.2)
-    ax.set_xticks([])
-    ax.tick_params(axis="y", length=0)
-    quiet(ax, spines=("left",))
-    headline(figure, title)
-    figure.alt = "; ".join(f"{name} {value:,.3g} {unit}" for name, value in values.items())
-    return figure
+    told_bars(ax, {n: (v, bar_style(n)) for n, v in values.items()}, lambda v: f"{v:,.3g} {unit}", room=0.2)
+    return finished(figure, "", title, "; ".join(f"{name} {value:,.3g} {unit}" for name, value in values.items()))
 
 
 @drawing
 def curves(
-    x: Sequence[float],
-    series: Mapping[str, Sequence[float]],
-    *,
-    xlabel: str,
-    ylabel: str,
-    log_x: bool = False,
-    log_y: bool = False,
-    y_range: tuple[float, float] | None = None,
-    title: str | None = None,
-) -> Picture:
+    x: Sequence[float], series: Mapping[str, Sequence[float]], *, xlabel: str, ylabel: str, log_x: bool = False,
+    log_y: bool = False, y_range: tuple[float, float | None] | None = None, title: str | None = None,
+) -> Picture:  # fmt: skip
     """Plain curves over one axis, named at their right ends; values that are no numbers (NaN) leave gaps."""
     figure, ax = canvas(7.0, 2.9)
     if log_x:
         ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.10g}"))
+        ax.xaxis.set_major_formatter(COUNT)
+    ax.yaxis.set_major_formatter("{x:,.10g}")
     if log_y:
         ax.set_yscale("log")
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,g}"))
+        ax.yaxis.set_major_formatter("{x:,g}")
         ax.yaxis.set_minor_locator(NullLocator())
     ax.set_xlim(min(x), max(x))  # also where a curve has gaps at its ends
     ends = []
@@ -196,9 +156,7 @@ def curves(
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
     quiet(ax, grid="y")
-    headline(figure, title)
-    figure.alt = f"{ylabel} over {xlabel}: " + ", ".join(series)
-    return figure
+    return finished(figure, "", title, f"{ylabel} over {xlabel}: " + ", ".join(series))
 
 
 def _formula(coefficients: Sequence[float]) -> str:

@@ -6,18 +6,17 @@ Invariant: every request has a lane of its own, and what a caption says is read 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from ...errors import InvalidParameter
-from ..style import FAINT, INK, SOFT_INK, Picture, canvas, drawing, headline, on_colour, quiet
+from ..style import FAINT, INK, SOFT_INK, Picture, canvas, drawing, on_colour, quiet
 from .lanes import account, lanes, summary
+from .parts import finished, key, tile
 from .profile import DECODE_COLOUR, PREFILL_COLOUR
 
 if TYPE_CHECKING:
@@ -25,33 +24,24 @@ if TYPE_CHECKING:
 
 WAITS_COLOUR = "#c9cdd3"
 STATES = {"w": ("waits", WAITS_COLOUR), "p": ("prefill", PREFILL_COLOUR), "d": ("decode", DECODE_COLOUR),
-          "x": ("done, still computed", "#efede8")}  # fmt: skip
-HATCH = {"edgecolor": "#a9adb3", "hatch": "////", "linewidth": 0.0}
+          "x": ("done, still computed", {"facecolor": "#efede8", "edgecolor": "#a9adb3", "hatch": "////"})}  # fmt: skip
 
 
 @drawing
-def gantt(
-    steps: Sequence[StepTrace], *, upto: int | None = None, unit: Literal["step", "s"] = "step",
-    title: str | None = None,
-) -> Picture:  # fmt: skip
+def gantt(steps: Sequence[StepTrace], *, upto: int | None = None, title: str | None = None) -> Picture:
     """A lane for each request of a run: waiting, its prompt in chunks (tokens written in), decode steps, the end.
 
-    `upto` marks a step (counted from 1) and fades what comes after it. unit: the axis counts steps, or seconds.
+    `upto` marks a step (counted from 1) and fades what comes after it.
     """
     run = lanes(steps)
     caption = account(run, steps, upto) if upto is not None else summary(run, steps)
-    if unit == "s":
-        zero = steps[0].began
-        begins = np.array([step.began for step in steps]) - zero
-        ends = np.array([step.ended for step in steps]) - zero
-    else:
-        begins = np.arange(len(steps)) + 0.5
-        ends = begins + 1.0
+    begins = np.arange(len(steps)) + 0.5
+    ends = begins + 1.0
     height = 0.27 if len(run) <= 16 else max(0.15, 5.2 / len(run))
     width = 8.4
     figure, ax = canvas(width, 1.35 + height * len(run))
-    per_unit = (width - 1.1) * 72 / (ends[-1] - begins[0])  # points
-    narrow = (width - 1.1) * 72 / len(steps) < 4.0  # steps that cannot be told apart are drawn as one bar
+    per_step = (width - 1.1) * 72 / len(steps)  # points
+    apart = 0.0 if per_step < 4.0 else min(0.12, 0.7 / per_step)  # a hair between steps that can be told apart
     size = 7.5 if height > 0.2 else 6.5
     bars: dict[tuple[str, bool], list[list[tuple[float, float]]]] = {}
 
@@ -67,16 +57,13 @@ def gantt(
         for step, following in itertools.pairwise(served):  # it ran, and had no token in the steps between
             if following > step + 1:
                 bar(FAINT, step + 1, ends[step - 1], begins[following - 1], y, 0.06)
-        for decodes, group in itertools.groupby(lane.chunks, key=lambda chunk: chunk[2]):
-            for first, last, tokens in _runs(list(group), narrow and decodes, upto):
-                left, right = begins[first - 1], ends[last - 1]
-                apart = 0.0 if narrow else min(0.12 * (right - left), 0.7 / per_unit)  # a hair between steps
-                bar(DECODE_COLOUR if decodes else PREFILL_COLOUR, first, left, right - apart, y, 0.37)
-                room = (right - left) * per_unit
-                later = upto is not None and first > upto
-                if not decodes and not later and room > 0.68 * size * len(str(tokens)):
-                    ax.text((left + right) / 2, y + 0.03, str(tokens), ha="center", va="center", size=size,
-                            color=on_colour(PREFILL_COLOUR))  # fmt: skip
+        for step, tokens, decodes in lane.chunks:
+            left, right = begins[step - 1], ends[step - 1]
+            bar(DECODE_COLOUR if decodes else PREFILL_COLOUR, step, left, right - apart, y, 0.37)
+            later = upto is not None and step > upto
+            if not decodes and not later and per_step > 0.68 * size * len(str(tokens)):
+                ax.text((left + right) / 2, y + 0.03, str(tokens), ha="center", va="center", size=size,
+                        color=on_colour(PREFILL_COLOUR))  # fmt: skip
         if lane.chunks and lane.last == lane.chunks[-1][0] and (upto is None or lane.last <= upto):
             end = ends[lane.last - 1]
             ax.plot([end, end], [y - 0.42, y + 0.42], color=INK, linewidth=1.3, solid_capstyle="butt", zorder=3)
@@ -85,19 +72,18 @@ def gantt(
         ax.add_collection(PolyCollection(corners, facecolors=colour, alpha=faded, linewidths=0), autolim=False)
     if upto is not None:
         ax.axvspan(begins[upto - 1], ends[upto - 1], facecolor="none", edgecolor=INK, linewidth=1.2, zorder=4)
-    _lane_axis(ax, [lane.name for lane in run.values()], 8.5 if height > 0.2 else 7.5)
-    span = ends[-1] - begins[0]
-    ax.set_xlim(begins[0] - 0.002 * span, ends[-1] + 0.006 * span)
-    ax.xaxis.set_major_locator(MaxNLocator(10, integer=unit == "step"))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,g}"))
-    ax.set_xlabel("step" if unit == "step" else "seconds")
-    headline(figure, title or caption)
-    looks = [("waits", WAITS_COLOUR), ("prefill, in tokens", PREFILL_COLOUR), ("decode, one token", DECODE_COLOUR)]
-    handles = [Rectangle((0, 0), 1, 1, color=colour, label=name) for name, colour in looks]
-    handles.append(Rectangle((0, 0), 0.2, 1, color=INK, label="the end"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    figure.alt = caption
-    return figure
+    names, every = [lane.name for lane in run.values()], 1 if len(run) <= 40 else 5
+    ax.set_yticks(range(0, len(names), every), names[::every], size=8.5 if height > 0.2 else 7.5)
+    ax.set_ylabel("request")
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.tick_params(axis="y", length=0)
+    quiet(ax, spines=("bottom",))
+    ax.set_xlim(begins[0] - 0.002 * len(steps), ends[-1] + 0.006 * len(steps))
+    ax.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    ax.set_xlabel("step")
+    key(figure, {"waits": WAITS_COLOUR, "prefill, in tokens": PREFILL_COLOUR, "decode, one token": DECODE_COLOUR,
+                 "the end": INK})  # fmt: skip
+    return finished(figure, caption, title)
 
 
 @drawing
@@ -135,48 +121,12 @@ def iteration_timeline(panels: Mapping[str, Mapping[str, str]], *, title: str | 
             ax.text(-0.25, y + 0.5, request, ha="right", va="center", size=9)
             for step, state in enumerate(row):
                 if state != " ":
-                    fill = STATES[state][1]
-                    look = {"facecolor": fill, "linewidth": 0.0} | (HATCH if state == "x" else {})
-                    ax.add_patch(Rectangle((step + 0.05, y + 0.07), 0.9, 0.86, **look))
+                    tile(ax, step, y, STATES[state][1], gap=(0.05, 0.07))
             y += 1
     ax.set_xlim(-label / side, (width - 0.3 - label) / side)
     ax.set_ylim(y, 0)
     ax.set_aspect("equal", anchor="NW")
     ax.axis("off")
-    caption = ", ".join(notes)
-    headline(figure, title or caption)
     seen = {state for rows in panels.values() for row in rows.values() for state in row}
-    handles = [
-        Rectangle((0, 0), 1, 1, label=text, **({"facecolor": fill, "linewidth": 0.0} | (HATCH if key == "x" else {})))
-        for key, (text, fill) in STATES.items()
-        if key in seen
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, columnspacing=1.4)
-    figure.alt = caption
-    return figure
-
-
-def _runs(chunks: Sequence[tuple[int, int, bool]], joined: bool, upto: int | None) -> Iterator[tuple[int, int, int]]:
-    """(first step, last step, tokens): each chunk by itself, or `joined` where they follow each other.
-
-    A run that is joined ends at `upto`, since what comes later is faded.
-    """
-    run: tuple[int, int, int] | None = None
-    for step, tokens, _ in chunks:
-        if run and joined and step == run[1] + 1 and run[1] != upto:
-            run = (run[0], step, run[2] + tokens)
-            continue
-        if run:
-            yield run
-        run = (step, step, tokens)
-    if run:
-        yield run
-
-
-def _lane_axis(ax: Axes, names: Sequence[str], size: float) -> None:
-    every = 1 if len(names) <= 40 else 5
-    ax.set_yticks(range(0, len(names), every), names[::every], size=size)
-    ax.set_ylabel("request")
-    ax.set_ylim(len(names) - 0.4, -0.6)
-    ax.tick_params(axis="y", length=0)
-    quiet(ax, spines=("bottom",))
+    key(figure, dict(look for state, look in STATES.items() if state in seen), columnspacing=1.4)
+    return finished(figure, ", ".join(notes), title)
