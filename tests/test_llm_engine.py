@@ -233,6 +233,21 @@ def test_time_limits_by_an_injected_clock(family: Family, make_roomy: Make):
     assert_idle(engine)
 
 
+def test_time_limits_in_a_mix(family: Family, make: Make):
+    lm, now = family("llama"), [0.0]
+    engine = make(lm, max_num_seqs=4, max_num_batched_tokens=30, clock=lambda: now[0])
+    for i, prompt in enumerate(MIX):
+        engine.add_request(prompt, free(ANSWERS[i]), request_id=str(i), timeout_s=[None, 2, 4, 6][i % 4])
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+        now[0] += 1
+    assert_idle(engine)
+    assert {o.finish_reason for o in outputs} == {"length", "timeout"} and len(outputs) == 8
+    for output in outputs:
+        assert output.token_ids == answers(lm)[int(output.request_id)][: len(output.token_ids)]
+
+
 def test_smollm2(smollm2: LanguageModel, make: Make):
     prompts = [smollm2.chat_ids("What is the capital of France?"), smollm2.encode("The three primary colours are red,")]
     engine = make(smollm2, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=128)
@@ -650,6 +665,26 @@ def test_a_model_that_breaks(family: Family, make: Make, error: Exception):
     assert tokens(caught.value.outputs) == [alone(lm, p, n) for p, n in zip(MIX, [2, 4, 2, 8], strict=False)]
     assert_idle(engine)
     assert tokens(engine.generate(MIX, each())) == answers(lm)
+
+
+@pytest.mark.parametrize("after_it", [False, True])
+@pytest.mark.parametrize("at", [1, 3, 8])
+def test_failures_leave_nothing_wrong_to_find(family: Family, at: int, after_it: bool, make: Make):
+    """What a failed step wrote stays in memory; nobody may be given it, by the prefix cache least of all."""
+    lm = family("mistral")
+    engine = make(lm, max_num_batched_tokens=30)
+    break_forward(engine, at, RuntimeError("a shape is wrong"), after_it)
+    with pytest.raises(GenerationFailed, match="a shape is wrong"):
+        engine.generate(MIX, each())
+    assert_idle(engine)
+    break_forward(engine, 2, torch.OutOfMemoryError("none left"), after_it)
+    outputs = engine.generate(MIX, each())
+    assert "error" in {o.finish_reason for o in outputs}
+    for output, expected in zip(outputs, answers(lm), strict=True):
+        assert output.token_ids == expected[: len(output.token_ids)]
+    assert_idle(engine)
+    assert tokens(engine.generate(MIX, each())) == answers(lm)
+    assert_idle(engine)
 
 
 def test_a_model_that_breaks_in_a_step_of_somebody_else(family: Family, make_roomy: Make):

@@ -15,7 +15,6 @@ from engines import (
     alone,
     answers,
     assert_idle,
-    break_forward,
     by_id,
     each,
     free,
@@ -28,7 +27,7 @@ from families import PROMPTS, hf_generate, saying
 
 from minfer_lib import CachedEngine, LanguageModel, LLMEngine, SamplingParams, load_model
 from minfer_lib.cache.paged import PagedKVCache
-from minfer_lib.errors import GenerationFailed, PromptTooLong
+from minfer_lib.errors import PromptTooLong
 
 Family = Callable[[str], LanguageModel]
 
@@ -340,44 +339,18 @@ def test_answers_whose_siblings_are_ended(family: Family, victims: str):
     assert_idle(engine)
 
 
-# -- when something ends before its time ------------------------------------------------------------------------------
+# -- who may join ------------------------------------------------------------------------------------------------------
 
 
-TIGHT = dict(block_size=2, num_blocks=26, max_num_batched_tokens=30)
-
-
-def test_time_limits_return_every_block(family: Family):
-    lm, now = family("llama"), [0.0]
-    engine = paged(lm, clock=lambda: now[0], **TIGHT)
-    for i, prompt in enumerate(MIX):
-        engine.add_request(prompt, free(ANSWERS[i]), request_id=str(i), timeout_s=[None, 2, 4, 6][i % 4])
-    outputs = []
-    while engine.has_unfinished():
-        outputs += engine.step()
-        now[0] += 1
-    assert_idle(engine)
-    assert {o.finish_reason for o in outputs} == {"length", "timeout"} and len(outputs) == 8
-    for output in outputs:
-        assert output.token_ids == answers(lm)[int(output.request_id)][: len(output.token_ids)]
-
-
-@pytest.mark.parametrize("after_it", [False, True])
-@pytest.mark.parametrize("at", [1, 3, 8])
-def test_model_failures_return_every_block_and_leave_nothing_wrong_to_find(family: Family, at: int, after_it: bool):
-    lm = family("mistral")
-    engine = paged(lm, block_size=2, max_num_batched_tokens=30)  # so large that nothing is evicted meanwhile
-    break_forward(engine, at, RuntimeError("a shape is wrong"), after_it)
-    with pytest.raises(GenerationFailed, match="a shape is wrong"):
-        engine.generate(MIX, each())
-    assert_idle(engine)
-    break_forward(engine, 2, torch.OutOfMemoryError("none left"), after_it)
-    outputs = engine.generate(MIX, each())
-    assert "error" in {o.finish_reason for o in outputs}
-    for output, expected in zip(outputs, answers(lm), strict=True):
-        assert output.token_ids == expected[: len(output.token_ids)]
-    assert_idle(engine)
-    assert tokens(engine.generate(MIX, each())) == answers(lm)
-    assert_idle(engine)
+@pytest.mark.parametrize(("length", "joins"), [(15, True), (23, False)])
+def test_each_that_runs_keeps_room_to_grow_by_half_a_block(tiny: LanguageModel, length: int, joins: bool):
+    """The engine's own watermark, of 8 tokens for each that runs, which `paged` above turns off."""
+    engine = LLMEngine(tiny, "paged", block_size=8, num_blocks=4, max_model_len=32)
+    engine.add_request([5] * 6, free(2), request_id="runs")
+    engine.step()
+    engine.add_request([7] * length, free(1), request_id="newcomer")
+    assert [output.request_id for output in engine.step()] == (["runs", "newcomer"] if joins else ["runs"])
+    assert_idle(engine) if joins else run(engine)
 
 
 # -- what it tells of itself ------------------------------------------------------------------------------------------
