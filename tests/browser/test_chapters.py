@@ -173,6 +173,7 @@ def test_errors_of_cells_are_seen(visit: Visit, folder: Path) -> None:
     assert chapter.problems == [
         "not every cell ran, in order",
         "cell 2 shows an error: ZeroDivisionError: division by zero",
+        "there is no widget",
     ]
 
 
