@@ -1,7 +1,7 @@
 """Pictures of why a step takes so long and of engines under load: captions are computed, labels keep apart."""
 
 import pytest
-from test_learn_plots import drawn_texts, head
+from pictures import check_picture, drawn_texts, head
 
 from minfer_lib.bench.metrics import Run
 from minfer_lib.bench.results import Cells, Result, Row
@@ -9,8 +9,10 @@ from minfer_lib.bench.roofline import Roofline
 from minfer_lib.errors import InvalidParameter
 from minfer_lib.learn.plots.decomposition import decomposition
 from minfer_lib.learn.plots.frontier import frontier
+from minfer_lib.learn.plots.labels import label_points
 from minfer_lib.learn.plots.memory import roofline
 from minfer_lib.learn.plots.saturation import goodput, knee, saturation
+from minfer_lib.learn.style import canvas
 
 FACTS = {"model": "m", "dtype": "float32", "gpu": None, "cpu": "c", "threads": 2, "date": "2026-01-01"}
 
@@ -89,20 +91,8 @@ PICTURES = {
 @pytest.mark.parametrize("name", PICTURES)
 def test_headlines_are_computed_and_labels_keep_apart(name):
     draw, caption = PICTURES[name]
-    figure = draw()
-    assert head(figure) == caption and len(figure.alt) > 20 and len(figure.png()) < 80_000
-    texts = drawn_texts(figure)
-    width, height = figure.get_size_inches() * figure.dpi
-    for text, box in texts:
-        assert "\\math" not in text.get_text()
-        assert box.x0 >= 3 and box.y0 >= 3 and box.x1 <= width - 3 and box.y1 <= height - 3, text.get_text()
-    for i, (a, one) in enumerate(texts):
-        for b, other in texts[i + 1 :]:
-            shared_x, shared_y = (
-                min(one.x1, other.x1) - max(one.x0, other.x0),
-                min(one.y1, other.y1) - max(one.y0, other.y0),
-            )
-            assert shared_x < 2 or shared_y < 3, f"{a.get_text()!r} and {b.get_text()!r} overlap"
+    check_picture(draw)
+    assert head(draw()) == caption
 
 
 def test_bars_of_a_step_are_as_long_as_its_parts():
@@ -114,6 +104,14 @@ def test_bars_of_a_step_are_as_long_as_its_parts():
 def test_points_that_lie_on_each_other_have_one_number():
     texts = [text.get_text() for text, _ in drawn_texts(frontier(FRONTIER))]
     assert "1 to 8" in texts and texts.count("32") == 2
+
+
+def test_labels_stay_within_the_axes():
+    figure, ax = canvas(4, 3)
+    ax.set(xlim=(0, 1), ylim=(0, 1))
+    label_points(figure, ax, [("a long name", x, y) for x in (0, 1) for y in (0, 1)])
+    frame = ax.get_window_extent()
+    assert all(frame.x0 <= text.get_window_extent().x0 and text.get_window_extent().x1 <= frame.x1 for text in ax.texts)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +141,8 @@ def test_what_cannot_be_drawn_is_refused():
     for draw in (frontier, saturation, lambda none: goodput(none, 1, 1), lambda none: decomposition([])):
         with pytest.raises(InvalidParameter, match="nothing to draw"):
             draw(empty)
+    with pytest.raises(InvalidParameter, match="cached, 1 request"):
+        decomposition(STEPS + STEPS)
 
 
 def test_a_roof_without_engines_says_where_its_ridge_is():

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from matplotlib.patches import Patch
-
 from ...errors import InvalidParameter
-from ..style import ACTIVATIONS, ALERT, DATA, INK, KV_CACHE, Picture, canvas, drawing, headline, on_colour, quiet
-from .comparison import named_rows
+from ..style import ACTIVATIONS, ALERT, DATA, INK, KV_CACHE, Picture, canvas, drawing
+from .parts import finished, key, stacked
 
 PART_COLOURS = {"reading": KV_CACHE, "arithmetic": DATA, "slow kernels": ACTIVATIONS, "launching": ALERT}
 MEANINGS = {
@@ -29,40 +27,29 @@ def decomposition(steps: Iterable[Any], *, title: str | None = None) -> Picture:
     rows = [row for row in getattr(steps, "rows", steps) if "step ms" in row.values]
     if not rows:
         raise InvalidParameter("There is nothing to draw: no decode step was decomposed.")
+    names = [row.engine for row in rows]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InvalidParameter(f"Two bars are called {twice[0]!r}. Give one of them another name: decompose(name=...).")
     parts = [{part: row.values[f"{part} ms"] for part in PART_COLOURS} for row in rows]
     most = max(row.values["high"] for row in rows)
     most = min(most, 1.6 * max(row.values["step ms"] for row in rows))  # one stray step must not crush the bars
     figure, ax = canvas(7.6, 1.45 + 0.4 * len(rows))
-    for at, (row, spent) in enumerate(zip(rows, parts, strict=True)):
-        left = 0.0
-        for part, ms in spent.items():
-            ax.barh(at, ms, left=left, height=0.62, color=PART_COLOURS[part])
-            if ms > 0.09 * most:
-                ax.text(left + ms / 2, at, _ms(ms), ha="center", va="center", size=8.5,
-                        color=on_colour(PART_COLOURS[part]))  # fmt: skip
-            left += ms
-        low, high = row.values["low"], min(row.values["high"], most)
-        ax.plot([low, high], [at + 0.4] * 2, color=INK, linewidth=1.1, marker="|", markersize=5)
-        total = (
-            _ms(row.values["step ms"])
-            + " ms"
-            + (f", up to {_ms(row.values['high'])}" if row.values["high"] > most else "")
-        )
-        ax.text(max(left, high) + 0.015 * most, at, total, va="center", size=9)
+    stacked(ax, dict(zip(names, parts, strict=True)), PART_COLOURS, _ms, most)
+    for at, row in enumerate(rows):
+        step, low, high = (row.values[name] for name in ("step ms", "low", "high"))
+        ax.plot([low, min(high, most)], [at + 0.4] * 2, color=INK, linewidth=1.1, marker="|", markersize=5)
+        total = f"{_ms(step)} ms" + (f", up to {_ms(high)}" if high > most else "")
+        ax.text(min(high, most) + 0.015 * most, at, total, va="center", size=9)
     ax.set_xlim(0, 1.3 * most)
-    ax.set_xticks([])
-    named_rows(ax, [row.engine for row in rows])
-    quiet(ax, spines=("left",))
     ax.set_xlabel("milliseconds a decode step; the thin lines are the spread of the steps", size=9)
-    keys = [Patch(color=colour, label=MEANINGS[part]) for part, colour in PART_COLOURS.items()]
-    figure.legend(handles=keys, loc="outside lower center", ncols=4, fontsize=8.5, handlelength=1.2, columnspacing=1.1)
-    headline(figure, title or _finding(rows, parts))
-    figure.alt = "a decode step: " + "; ".join(
+    key(figure, {MEANINGS[part]: colour for part, colour in PART_COLOURS.items()}, fontsize=8.5, handlelength=1.2,
+        columnspacing=1.1)  # fmt: skip
+    alt = "a decode step: " + "; ".join(
         f"{row.engine} {row.values['step ms']:.3g} ms, of which "
         + ", ".join(f"{part} {ms / row.values['step ms']:.0%}" for part, ms in spent.items())
         for row, spent in zip(rows, parts, strict=True)
     )
-    return figure
+    return finished(figure, _finding(rows, parts), title, alt)
 
 
 def _finding(rows: list[Any], parts: list[dict[str, float]]) -> str:

@@ -25,11 +25,11 @@ def knee(rates: Sequence[float], reached: Sequence[float]) -> float | None:
     """The offered rate from which on more of it gives little more; None where the curve is (almost) straight.
 
     That is the point which lies highest above the line from the origin to the last point (Satopaa et al. 2011, "Finding
-    a kneedle in a haystack"). The last rate is no knee: nobody knows what comes after it.
+    a kneedle in a haystack"), and never the last rate: nobody knows what comes after it.
     """
     x, y = np.asarray(rates) / rates[-1], np.asarray(reached) / (max(reached) or 1.0)
-    above = (y - x)[:-1]
-    return float(rates[int(above.argmax())]) if len(above) and above.max() > BEND else None
+    above = y - x
+    return float(rates[int(above.argmax())]) if above.max() > BEND else None
 
 
 @drawing
