@@ -3,7 +3,7 @@
 Reading order: metrics (what the numbers mean), workloads, machine and watch (what they were measured on, and whether it
 was ours alone), roofline (what they could be), baselines, hf_continuous, usage, verify, comparison, results, tables,
 cheaper, rungs; for requests that come over time arrivals and serving, and for more and more of them sweeps; for what a
-step spends its time on decompose; for what a cheaper model gets wrong quality_scores, quality_table; for systems and
+step is made of decomposition; for what a cheaper model gets wrong quality_scores, quality_table; for systems and
 products that are not ours articles, peers, other_int8; record is how the recorded runs were made. The engine imports
 none of this.
 
@@ -19,7 +19,7 @@ _HOME = {
     "articles": ("reported", "reported_rows"),
     "baselines": ("HFSerial", "HFStaticBatch"),
     "comparison": ("compare",),
-    "decompose": ("Decomposition", "decompose"),
+    "decomposition": ("Decomposition", "decompose"),
     "hf_continuous": ("HFContinuousBatch",),
     "machine": ("measure_bandwidth", "peak_flops", "provenance", "read_bandwidth"),
     "metrics": ("Run", "measure"),
@@ -33,6 +33,7 @@ _HOME = {
         "decode_step_flops",
         "floor_ms",
         "machine_roofline",
+        "points",
         "weight_bytes_read",
     ),
     "rungs": ("ladder", "make_engine"),

@@ -37,7 +37,7 @@ from ..learn.quiet import quiet_stderr
 from ..models.load import LanguageModel, load_model
 from ..quant import products
 from ..quant.linear import Int8Linear
-from .machine import peak_flops, provenance_of, read_bandwidth, synchronize
+from .machine import measure_bandwidth, measure_flops, peak_flops, provenance_of, read_bandwidth, synchronize
 from .results import Cells
 from .roofline import decode_step_bytes, decode_step_flops
 from .usage import begin, computed_tokens
@@ -152,6 +152,8 @@ def decompose(
         wall = tuple(_timed_ms(step, lm.device) for _ in range(steps))
         profiles = [_profiled(step, lm.device) for _ in range(PROFILED)]
     seen = watch.seen()
+    measure_bandwidth(lm.device)  # the best so far counts, and what was measured earlier may have been disturbed
+    measure_flops(lm.device, lm.dtype)
     starting = _starting_us(lm.dtype, torch.get_num_threads()) if lm.device.type == "cpu" else {}
     found = [_kernels(events, lm.device.type, starting) for events in profiles]
     # an engine that computes more than one token a request has no keys and values to read

@@ -16,11 +16,14 @@ PICTURE = {"ladder": "throughput_ladder", "latency": "saturation", "frontier": "
 
 def figure(result: Result, save: str | os.PathLike[str] | None = None) -> Any:
     """The picture of this kind of result; `save` writes it to a file. Raises `InvalidParameter` where there is none."""
-    if result.kind not in PICTURE:
-        raise InvalidParameter("A picture of tables was asked for; they have none. `table(title)` gives their numbers.")
     from ..learn import plots
 
-    picture = getattr(plots, PICTURE[result.kind])(result)
+    name = PICTURE.get(result.kind)
+    if name is None and any("step ms" in row.values for row in result.rows):
+        name = "decomposition"
+    if name is None:
+        raise InvalidParameter("A picture of tables was asked for; they have none. `table(title)` gives their numbers.")
+    picture = getattr(plots, name)(result)
     if save is not None:
         keep(picture, save)
     return picture

@@ -7,7 +7,6 @@ nobody who has to live under it.
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 import re
@@ -138,20 +137,16 @@ def measure_bandwidth(device: torch.device | str = "cpu") -> float:
 
 
 def peak_flops(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> float:
-    """Floating-point operations a second (a multiply-add is two) of a large matrix product in `dtype`, measured."""
-    return _peak_flops(str(device), dtype, torch.get_num_threads(), fast_mode())
+    """Floating-point operations a second (a multiply-add is two) of a large matrix product in `dtype`.
+
+    The best that this process has measured so far; `measure_flops` looks again.
+    """
+    return _BEST.get(_key(device, dtype)) or measure_flops(device, dtype)
 
 
-_BEST: dict[tuple[str, int, bool], float] = {}  # bytes a second, by device, threads and fast mode
-
-
-def _key(device: torch.device | str) -> tuple[str, int, bool]:
-    return str(torch.device(device)), torch.get_num_threads(), fast_mode()
-
-
-@functools.cache
-def _peak_flops(device: str, dtype: torch.dtype, threads: int, fast: bool) -> float:
-    largest = 512 if fast else 1024 if torch.device(device).type == "cpu" else 8192
+def measure_flops(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> float:
+    """Floating-point operations a second that a large matrix product in `dtype` reaches now."""
+    largest = 512 if fast_mode() else 1024 if torch.device(device).type == "cpu" else 8192
     best, size = 0.0, 256
     while True:  # from small to large: a type that the CPU only emulates takes seconds at full size
         a = torch.randn(size, size, device=device).to(dtype)
@@ -160,7 +155,16 @@ def _peak_flops(device: str, dtype: torch.dtype, threads: int, fast: bool) -> fl
         best = max(best, 2 * size**3 / seconds)
         size *= 2
         if size > largest or seconds > 0.02:
-            return best
+            break
+    _BEST[_key(device, dtype)] = max(best, _BEST.get(_key(device, dtype), 0.0))
+    return best
+
+
+_BEST: dict[tuple[object, ...], float] = {}  # bytes, or operations of a dtype, a second; by device, threads, fast mode
+
+
+def _key(device: torch.device | str, dtype: torch.dtype | None = None) -> tuple[object, ...]:
+    return str(torch.device(device)), dtype, torch.get_num_threads(), fast_mode()
 
 
 def _best_seconds(run: Callable[[], object], device: torch.device) -> float:

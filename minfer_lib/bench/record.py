@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 
 from ..engine.llm_engine import LLMEngine
-from ..engine.serial import CachedEngine
+from ..engine.serial import CachedEngine, NaiveEngine
 from ..errors import BadEnvironment, MinferError, one_of
 from ..models.load import LanguageModel, load_model
 from . import cheaper, machine
 from .baselines import HFSerial, HFStaticBatch
+from .decomposition import decompose
 from .results import RECORDED, Result
 from .rungs import ladder
 from .sweeps import frontier, latency_curve
@@ -47,6 +48,33 @@ def cpu_arrivals() -> Result:
         ("slots", LLMEngine(lm, max_num_seqs=8, max_model_len=96, backend="torch")),
     ]
     return latency_curve(engines, work, [0.5, 1, 1.5, 2, 3, 4])
+
+
+def cpu_decomposition() -> Result:
+    """What a decode step of each engine spends its time on, for one request and for eight."""
+    return _decomposition(load_model(device="cpu", dtype="float32"))
+
+
+def h200_decomposition() -> Result:
+    """The same for a 7B model."""
+    return _decomposition(load_model(SHAPE, device="cuda", dtype="bfloat16"))
+
+
+def _decomposition(lm: LanguageModel) -> Result:
+    limits = {"max_num_seqs": 8, "max_model_len": 256, "backend": "torch"}
+    paged = {"kv_cache": "paged", "enable_prefix_caching": False, **limits}
+    int8 = cheaper.int8(lm)
+    found = [
+        decompose(NaiveEngine(lm), 1, name="naive, 1 request"),
+        decompose(CachedEngine(lm), 1, name="cached, 1 request"),
+        decompose(LLMEngine(lm, **limits), 8, name="slots, 8 requests"),
+        decompose(LLMEngine(lm, **paged), 8, name="paged, 8 requests"),
+        decompose(LLMEngine(int8, **paged), 1, name="paged + int8, 1 request"),
+        decompose(LLMEngine(int8, **paged), 8, name="paged + int8, 8 requests"),
+    ]
+    notes = [f"{each.engine}: {each.disturbed}" for each in found if each.disturbed]
+    cells = [cell for each in found for cell in each.cells()]
+    return Result("table", cells, {}, machine.provenance_of(lm), (f"context of {found[0].context} tokens", *notes))
 
 
 def h200_ladder(batch: int) -> Result:
@@ -79,8 +107,10 @@ RECIPES: dict[str, Callable[[], Result]] = {
     "cpu_course": cpu_course,
     "cpu_frontier": cpu_frontier,
     "cpu_arrivals": cpu_arrivals,
+    "cpu_decomposition": cpu_decomposition,
     **{f"h200_ladder_batch{batch}": (lambda batch=batch: h200_ladder(batch)) for batch in (1, 4, 8)},
     "h200_frontier": h200_frontier,
+    "h200_decomposition": h200_decomposition,
 }
 
 

@@ -23,7 +23,7 @@ from .numbers import matrix_steps, quantization_grid
 from .precision import bytes_moved, memory_budget, step_times_by_batch, ways_timed
 from .profile import TimelineStep, prefill_decode_timeline, time_by_operator
 from .quality import quality_map
-from .saturation import saturation
+from .saturation import goodput, saturation
 from .softmax import merged_softmax
 from .steps import bars_by_engine, curves, gain_vs_length, step_times
 from .timelines import gantt, iteration_timeline
@@ -33,8 +33,8 @@ __all__ = [
     "TimelineStep", "attention_mask", "attention_weights", "bars_by_engine", "block_life", "block_map",
     "block_table", "bytes_moved", "cache_fill", "causal_mask", "channel_ranges", "curves", "decoder_layer",
     "decomposition", "engine_map", "feature_peaks", "filtered_bars", "frontier", "gain_vs_length",
-    "gains_and_costs", "gantt", "head_groups", "iteration_timeline", "kv_growth", "kv_waste", "latency_spread",
-    "matrix_steps", "memory_budget", "memory_of_engines", "memory_stack", "merged_softmax", "packed_row",
+    "gains_and_costs", "gantt", "goodput", "head_groups", "iteration_timeline", "kv_growth", "kv_waste",
+    "latency_spread", "matrix_steps", "memory_budget", "memory_of_engines", "memory_stack", "merged_softmax", "packed_row",
     "prefill_decode_timeline", "quality_map", "quantization_grid", "recomputed_keys", "request_life", "roofline",
     "saturation", "smoothing_effect", "static_batch_waste", "step_composition", "step_factors", "step_times",
     "step_times_by_batch", "throughput_ladder", "time_by_operator", "token_boxes", "top_tokens", "unit_line",
