@@ -66,7 +66,6 @@ RATES = [0.5, 1, 2]
 EXAMPLES = {
     "static_batch_waste": lambda: plots.static_batch_waste([4, 9, 2, 7], [3, 8, 12, 5]),
     "static_batch_waste, 32": lambda: plots.static_batch_waste(PROMPTS, ANSWERS),
-    "static_batch_waste, batches": lambda: plots.static_batch_waste(PROMPTS, ANSWERS, batch_size=8),
     "packed_row": lambda: plots.packed_row(
         [1, 1, 6, 3], ["A", "B", "C", "D"], first_positions=[9, 4, 0, 8], last_rows=[0, 1, 7, 10]
     ),
@@ -102,15 +101,12 @@ def test_labels_are_inside_of_the_card_and_do_not_cover_each_other(name):
 
 
 def test_waste_is_counted_column_by_column():
-    prompts, answers, size = PROMPTS[:10], ANSWERS[:10], 4
+    prompts, answers = PROMPTS[:10], ANSWERS[:10]
     padding = waiting = total = 0
-    for begin in range(0, 10, size):
-        batch = list(zip(prompts, answers, strict=True))[begin : begin + size]
-        columns, left = max(p for p, _ in batch), max(o for _, o in batch)
-        for p, o in batch:
-            row = ["pad"] * (columns - p) + ["prompt"] * p + ["fed back"] * (o - 1) + ["waits"] * (left - o)
-            padding, waiting, total = padding + row.count("pad"), waiting + row.count("waits"), total + len(row)
-    figure = plots.static_batch_waste(prompts, answers, batch_size=size)
+    for p, o in zip(prompts, answers, strict=True):
+        row = ["pad"] * (max(prompts) - p) + ["prompt"] * p + ["fed back"] * (o - 1) + ["waits"] * (max(answers) - o)
+        padding, waiting, total = padding + row.count("pad"), waiting + row.count("waits"), total + len(row)
+    figure = plots.static_batch_waste(prompts, answers)
     assert head(figure).startswith(
         f"{total:,} positions computed: {padding / total:.0%} are padding, {waiting / total:.0%}"
     )

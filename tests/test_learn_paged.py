@@ -83,7 +83,7 @@ EXAMPLES = {
     "placed_rows": lambda: placed_rows([8, 9, 2, 3, 6, 7, 0], [4, 1, 3, 0], block_size=2, num_blocks=6),
     "placed_rows, wrong": lambda: placed_rows([8, 9, 2, 2, 6, 30, 0], [4, 1, 3, 0], block_size=2, num_blocks=6),
     "block_map": lambda: plots.block_map(run()[13]),
-    "block_map, of its own blocks": lambda: plots.block_map(run()[13].blocks, labels=False, title="Mine"),
+    "block_map, of its own blocks": lambda: plots.block_map(run()[13].blocks, title="Mine"),
     "block_map, large blocks": lambda: plots.block_map(run(16)[13]),
     "block_map, blocks of one": lambda: plots.block_map(run(1)[20]),
     "block_map, of seven": lambda: plots.block_map(replay(DEFAULT_REQUESTS, block_size=7, num_blocks=11)[15]),
@@ -93,7 +93,6 @@ EXAMPLES = {
     "block_map, one block": lambda: plots.block_map(block({"a long name": ([0], 1)}, 1, 1)),
     "block_life": lambda: plots.block_life(run(4, 64)),
     "block_life, two": lambda: plots.block_life({"slots": slots(), "paged": run(4, 64)}),
-    "block_life, three": lambda: plots.block_life({"slots": slots(), "paged, 4": run(4, 64), "paged, 16": run(16, 64)}),
     "block_life, slots": lambda: plots.block_life(slots()),
     "block_life, one step": lambda: plots.block_life(run()[:1]),
     "kv_waste": lambda: plots.kv_waste(WASTE),
@@ -117,7 +116,6 @@ EXAMPLES = {
 LARGE = (
     "block_table, wide",
     "block_map, many",
-    "block_life, three",
     "merged_softmax, eight",
     "the widget, an engine's",
 )
@@ -234,7 +232,7 @@ def test_slots_have_no_block_map():
 def test_a_block_table_is_drawn_entry_by_entry():
     tables, tokens = {"A": [2, 0], "B": [2, 3]}, {"A": ["a", "b", "c"], "B": ["a", "b", "x", "y"]}
     figure = plots.block_table(tables, tokens, block_size=2, num_blocks=5)
-    assert head(figure) == "2 requests, 3 of 5 blocks in use, 1 of them shared; 1 cell in them unfilled"
+    assert head(figure) == "3 of 5 blocks in use, 1 of them shared; 1 cell unfilled"
     arrows = [p for p in figure.axes[0].patches if hasattr(p, "_posA_posB")]
     assert len(arrows) == 4
     heights = {text.get_text(): text.get_position()[1] for text in figure.axes[0].texts if text.get_position()[0] > 5.5}

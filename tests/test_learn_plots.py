@@ -33,12 +33,9 @@ EXAMPLES = {
         budgets={"16 GiB": 16 * GIB, "8 GiB": 8 * GIB},
     ),
     "kv_growth": lambda: plots.kv_growth(
-        {"32 KV heads": 524288, "8 KV heads": 131072, "4 KV heads": 65536},
-        lengths=[0, 4096],
-        mark=2048,
-        budget=1.5 * GIB,
+        {"32 KV heads": 524288, "8 KV heads": 131072, "4 KV heads": 65536}, lengths=[0, 4096], mark=2048
     ),
-    "kv_growth, plain": lambda: plots.kv_growth({"this model": 46080}, lengths=[0, 2048], budget=500 * GIB),
+    "kv_growth, one": lambda: plots.kv_growth({"this model": 46080}, lengths=[0, 2048], mark=1024),
     "roofline": lambda: plots.roofline(
         1e15, 4e12, {"decode": (1, 2e12), "batch 64": (60, None), "prefill": (2000, 6e14)}
     ),
@@ -49,8 +46,8 @@ EXAMPLES = {
         ["products", "attention"] + ["other"] * 12,
     ),
     "prefill_decode_timeline": lambda: plots.prefill_decode_timeline([("prefill", 256, 0.35)] + [STEP] * 30),
-    "timeline with a queue": lambda: plots.prefill_decode_timeline(
-        [("prefill", 8, 0.03), ("prefill", 8, 0.03), ("decode", 1, 0.028)], queue_s=0.05
+    "prefill_decode_timeline, chunks": lambda: plots.prefill_decode_timeline(
+        [("prefill", 8, 0.03), ("prefill", 8, 0.03), ("decode", 1, 0.028)]
     ),
     "step_times, one": lambda: plots.step_times({"naive": (LENGTHS, [20 + 0.4 * n for n in LENGTHS])}),
     "step_times, three": lambda: plots.step_times(
@@ -76,7 +73,7 @@ EXAMPLES = {
     "recomputed_keys": lambda: plots.recomputed_keys(prompt=5, steps=6),
     "recomputed_keys, many": lambda: plots.recomputed_keys(prompt=60, steps=40),
     "causal_mask": lambda: plots.causal_mask(3, 8),
-    "causal_mask, words": lambda: plots.causal_mask(3, 8, key_labels=KING, query_labels=KING[-3:], window=4),
+    "causal_mask, words": lambda: plots.causal_mask(3, 8, key_labels=KING, query_labels=KING[-3:]),
     "attention_mask": lambda: plots.attention_mask([[True, False, True], [False, True, True]]),
     "attention_weights": lambda: plots.attention_weights([[1.0], [0.2, 0.8], [0.1, 0.3, 0.6]], room=4),
     "cache_fill": lambda: plots.cache_fill([12, 30, 7], 48),
@@ -133,14 +130,10 @@ def test_recomputed_keys_counts_what_it_draws():
     assert head(plots.recomputed_keys(prompt=5, steps=6)) == "10 new, 35 repeated"
 
 
-@pytest.mark.parametrize(
-    ("q", "kv", "window", "seen"), [(3, 8, None, 21), (4, 4, None, 10), (1, 9, None, 9), (3, 8, 4, 12)]
-)
-def test_causal_mask_ends_in_the_bottom_right_corner(q, kv, window, seen):
-    mask = np.ones((q, kv), dtype=bool)
-    mask = np.tril(mask, kv - q) & ~np.tril(mask, kv - q - (window or kv + q))
-    assert mask.sum() == seen
-    assert head(plots.causal_mask(q, kv, window=window)) == f"{q} new of {kv} tokens: {seen} of {q * kv} pairs are seen"
+@pytest.mark.parametrize(("q", "kv", "seen"), [(3, 8, 21), (4, 4, 10), (1, 9, 9)])
+def test_causal_mask_ends_in_the_bottom_right_corner(q, kv, seen):
+    assert np.tril(np.ones((q, kv), dtype=bool), kv - q).sum() == seen
+    assert head(plots.causal_mask(q, kv)) == f"{q} new of {kv} tokens: {seen} of {q * kv} pairs are seen"
 
 
 def test_the_mistaken_mask_hides_what_came_before():
@@ -183,9 +176,7 @@ def test_captions_are_computed():
 
 
 def test_timeline_tells_ttft_from_tpot():
-    figure = plots.prefill_decode_timeline(
-        [("prefill", 8, 0.1), ("prefill", 8, 0.1)] + [("decode", 1, 0.05)] * 4, queue_s=0.3
-    )
+    figure = plots.prefill_decode_timeline([("prefill", 8, 0.1), ("prefill", 8, 0.4)] + [("decode", 1, 0.05)] * 4)
     texts = " ".join(t.get_text() for t in figure.axes[0].texts)
     assert "TTFT 500 ms" in texts and "4 steps, TPOT 50.0 ms" in texts
     assert head(figure) == "The first token took as long as 10.0 later ones"

@@ -69,10 +69,8 @@ def replay(requests: Sequence[ReplayRequest], *, block_size: int = 4, num_blocks
     A request that outgrows the pool ends there. Raises what the engine raises: `InvalidParameter` for numbers that are
     not possible, `PromptTooLong` for a prompt that can never fit.
     """
-    engine = LLMEngine(
-        _model(), "paged", block_size=block_size, num_blocks=num_blocks, max_model_len=min(2048, num_blocks * block_size),
-        trace=True,
-    )  # fmt: skip
+    room = min(2048, num_blocks * block_size)
+    engine = LLMEngine(_model(), "paged", block_size=block_size, num_blocks=num_blocks, max_model_len=room, trace=True)
     # An engine's own watermark would leave no room for anybody else in a pool of so few tokens.
     engine.scheduler = Scheduler(engine.cache, max_num_seqs=16, max_num_batched_tokens=64, watermark=1)
     engine.runner.execute = _count

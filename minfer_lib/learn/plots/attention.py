@@ -6,6 +6,7 @@ Invariant: every number in a caption is counted from what was drawn.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
@@ -24,21 +25,15 @@ def squares(ax: Axes, cells: Sequence[tuple[int, int]], colour: str) -> None:
     ax.add_collection(PolyCollection(corners, facecolors=colour, linewidths=0), autolim=False)
 
 
-@drawing
-def causal_mask(
-    q_len: int, kv_len: int, *, window: int | None = None, query_labels: Sequence[str] | None = None,
-    key_labels: Sequence[str] | None = None, bottom_right: bool = True, title: str | None = None,
-) -> Picture:  # fmt: skip
+def causal_mask(q_len: int, kv_len: int, *, bottom_right: bool = True, **labels: Any) -> Picture:
     """Who may look at whom: a row for each of `q_len` new tokens, a column for each of the `kv_len` keys.
 
     The new tokens are the last ones, so the triangle ends in the bottom right corner: row i sees the keys up to
-    kv_len - q_len + i (with `window` only the latest so many). `bottom_right=False` draws the classic mistake of a
-    mask that starts in the top left corner, for comparison.
+    kv_len - q_len + i. `bottom_right=False` draws the classic mistake of a mask that starts in the top left corner, for
+    comparison. labels: as of `attention_mask`.
     """
     offset = kv_len - q_len if bottom_right else 0
-    first = [0 if window is None else max(0, offset + row - window + 1) for row in range(q_len)]
-    seen = [[first[row] <= column <= offset + row for column in range(kv_len)] for row in range(q_len)]
-    return attention_mask(seen, query_labels=query_labels, key_labels=key_labels, title=title)
+    return attention_mask([[key <= offset + row for key in range(kv_len)] for row in range(q_len)], **labels)
 
 
 @drawing
@@ -52,12 +47,11 @@ def attention_mask(
     side = min(0.34, 5.4 / kv_len)
     figure, ax = canvas(max(4.6, side * kv_len + 1.4), 1.15 + side * q_len)
     cells = [(column, row) for row in range(q_len) for column in range(kv_len)]
-    count = sum(bool(seen[row][column]) for column, row in cells)
-    squares(ax, [(column, row) for column, row in cells if not seen[row][column]], HIDDEN)
-    squares(ax, [(column, row) for column, row in cells if seen[row][column] and column < old], KV_CACHE)
-    squares(
-        ax, [(column, row) for column, row in cells if seen[row][column] and column >= old], ENGINE_COLOURS["cached"]
-    )
+    kinds = [("old" if x < old else "new") if seen[y][x] else "hidden" for x, y in cells]
+    new = (ENGINE_COLOURS["cached"], "sees a new key" if old else "sees")
+    looks = {"old": (KV_CACHE, "sees an old key"), "new": new, "hidden": (HIDDEN, "hidden")}
+    for kind, (colour, _) in looks.items():
+        squares(ax, [cell for cell, its in zip(cells, kinds, strict=True) if its == kind], colour)
     words = key_labels or [str(n) for n in range(kv_len)]
     queries = query_labels or [str(old + n) for n in range(q_len)]
     size = 9.0 if side > 0.25 else 7.0
@@ -72,20 +66,16 @@ def attention_mask(
     ax.set_ylim(q_len, -0.9)
     ax.set_aspect("equal", anchor="NW")
     ax.axis("off")
-    kinds = {"sees an old key": KV_CACHE, "sees a new key": ENGINE_COLOURS["cached"], "hidden": HIDDEN}
-    if not old:
-        kinds = {"sees": ENGINE_COLOURS["cached"], "hidden": HIDDEN}
-    key(figure, kinds, loc="outside lower left")
-    seen_pairs = f"{count} of {q_len * kv_len} pairs are seen"
+    key(figure, {label: colour for kind, (colour, label) in looks.items() if kind in kinds}, loc="outside lower left")
+    seen_pairs = f"{len(cells) - kinds.count('hidden')} of {len(cells)} pairs are seen"
     alt = f"mask of {q_len} queries over {kv_len} keys: {seen_pairs}"
     return finished(figure, f"{q_len} new of {kv_len} tokens: {seen_pairs}", title, alt)
 
 
 @drawing
 def attention_weights(
-    weights: Sequence[Sequence[float]], *, room: int | None = None, row_labels: Sequence[str] | None = None,
-    title: str | None = None,
-) -> Picture:  # fmt: skip
+    weights: Sequence[Sequence[float]], *, room: int | None = None, title: str | None = None
+) -> Picture:
     """How much each query takes from each row of the cache: one line a step, darker for more.
 
     `weights[i]` holds one number for each row that step i read; lines may differ in length. `room` is the number of
@@ -99,8 +89,7 @@ def attention_weights(
             weight = line[x] if x < len(line) else None
             fill = UNUSED if weight is None else to_hex(shade(0.12 + 0.88 * min(1.0, max(0.0, weight))))
             tile(ax, x, y, fill, "" if weight is None else f"{weight:.2f}", size=9, gap=(0.04, 0.08))
-        name = row_labels[y] if row_labels else f"step {y + 1}"
-        ax.text(-0.12, y + 0.5, name, ha="right", va="center", size=9)
+        ax.text(-0.12, y + 0.5, f"step {y + 1}", ha="right", va="center", size=9)
     for x in range(columns):
         ax.text(x + 0.5, len(weights) + 0.12, f"row {x}", ha="center", va="top", size=8.5, color=SOFT_INK)
     ax.set_xlim(-1.35, columns + 0.1)

@@ -12,70 +12,37 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from ..style import ACTIVATIONS, DATA, GROUP_COLOURS, INK, UNUSED, Picture, canvas, drawing, quiet
-from .parts import finished, key, tile
+from .parts import finished, key, stacked, tile
 
 WAITING = {"facecolor": "#efede8", "edgecolor": "#a9adb3", "hatch": "////"}
 
 
-def static_batches(
-    prompt_lens: Sequence[int], output_lens: Sequence[int], batch_size: int | None = None
-) -> list[list[tuple[int, int, int, int]]]:
-    """(padding, prompt, answer, waiting) columns of each request in padded batches of `batch_size`, in arrival order.
-
-    The pass over the prompts gives every request its first token, each later one feeds a token back. The last token of
-    an answer is not fed back, so an answer of n tokens computes n - 1 columns.
-    """
-    pairs = list(zip(prompt_lens, output_lens, strict=True))
-    size = batch_size or len(pairs)
-    batches = [pairs[begin : begin + size] for begin in range(0, len(pairs), size)]
-    rows = []
-    for batch in batches:
-        longest_prompt, longest_answer = max(p for p, _ in batch), max(o for _, o in batch)
-        rows.append([(longest_prompt - p, p, o - 1, longest_answer - o) for p, o in batch])
-    return rows
-
-
 @drawing
-def static_batch_waste(
-    prompt_lens: Sequence[int], output_lens: Sequence[int], *, batch_size: int | None = None, title: str | None = None
-) -> Picture:
-    """Padded static batches to scale: a row for each request, a column for each position that is computed.
+def static_batch_waste(prompt_lens: Sequence[int], output_lens: Sequence[int], *, title: str | None = None) -> Picture:
+    """A padded static batch to scale: a row for each request, a column for each position that is computed.
 
-    Prompts are padded on the left to the longest of their batch, and every row runs until the longest answer is done.
+    Prompts are padded on the left to the longest, and every row runs until the longest answer is done. The pass over
+    the prompts gives every request its first token; the last token of an answer is not fed back, so an answer of n
+    tokens computes n - 1 columns.
     """
-    batches = static_batches(prompt_lens, output_lens, batch_size)
-    height = 0.3 if len(prompt_lens) <= 10 else 0.17
-    figure, ax = canvas(7.0, 1.35 + height * (len(prompt_lens) + 0.8 * (len(batches) - 1)))
-    looks = [UNUSED, DATA, ACTIVATIONS, WAITING]
-    sums, y, middles, ticks = np.zeros(4, dtype=int), 0.0, [], []
-    for batch in batches:
-        middles.append(y + (len(batch) - 1) / 2)
-        for row in batch:
-            left = 0
-            for width, look in zip(row, looks, strict=True):
-                tile(ax, left, y - 0.42, look, w=width, h=0.84, gap=(0, 0))
-                left += width
-            sums += row
-            ticks.append(y)
-            y += 1
-        y += 0.8
-    several = len(batches) > 1
-    names = [f"batch {n + 1}" for n in range(len(batches))] if several else [f"{n + 1}" for n in range(len(ticks))]
-    ax.set_yticks(middles if several else ticks, names, size=9 if several or height > 0.2 else 7.5)
-    if not several:
-        ax.set_ylabel("request")
-    ax.set_xlim(0, max(sum(row) for batch in batches for row in batch) * 1.005)
-    ax.set_ylim(y - 1.3, -0.6)
+    longest, last = max(prompt_lens), max(output_lens)
+    rows = [(longest - p, p, o - 1, last - o) for p, o in zip(prompt_lens, output_lens, strict=True)]
+    height = 0.3 if len(rows) <= 10 else 0.17
+    figure, ax = canvas(7.0, 1.35 + height * len(rows))
+    kinds = ("padding", "prompt", "answer", "waiting for the longest")
+    looks = dict(zip(kinds, (UNUSED, DATA, ACTIVATIONS, WAITING), strict=True))
+    stacked(ax, {str(n): dict(zip(kinds, row, strict=True)) for n, row in enumerate(rows, 1)}, looks, lambda _: "", 1.0)
+    ax.tick_params(axis="y", labelsize=9 if height > 0.2 else 7.5)
+    ax.set_ylabel("request")
+    ax.set_xlim(0, sum(rows[0]) * 1.005)
     ax.xaxis.set_major_locator(MaxNLocator(9, integer=True))
     ax.set_xlabel("positions that are computed")
-    ax.tick_params(axis="y", length=0)
     quiet(ax, spines=("bottom",))
+    sums = np.sum(rows, 0)
     total, (padding, _, _, waiting) = int(sums.sum()), sums / sums.sum()
+    key(figure, {f"{name} {count:,}": looks[name] for name, count in zip(kinds, sums, strict=True)}, columnspacing=1.4)
     caption = f"{total:,} positions computed: {padding:.0%} are padding, {waiting:.0%} wait for the longest"
-    kinds = ("padding", "prompt", "answer", "waiting for the longest")
-    key(figure, {f"{name} {count:,}": look for name, count, look in zip(kinds, sums, looks, strict=True)},
-        columnspacing=1.4)  # fmt: skip
-    return finished(figure, caption, title, f"{len(batches)} padded batch{'es' if several else ''}: {caption}")
+    return finished(figure, caption, title)
 
 
 @drawing

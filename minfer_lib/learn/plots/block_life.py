@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.legend_handler import HandlerTuple
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ...errors import InvalidParameter
@@ -53,46 +51,32 @@ def block_life(steps: Sequence[StepTrace] | Mapping[str, Sequence[StepTrace]], *
     runs = dict(steps) if isinstance(steps, Mapping) else {"": steps}
     if not runs or not all(runs.values()):
         raise InvalidParameter("There are no steps to draw. Make the engine with trace=True, and take its `steps`.")
-    across = min(2, len(runs))
-    down = -(-len(runs) // across)
-    figure, axes = canvas(7.0 if across == 1 else 8.6, 0.95 + 2.35 * down, rows=down, columns=across, sharex=True,
-                          sharey=True, squeeze=False)  # fmt: skip
-    shares, colours, preemptions, seen = {}, [], 0, set()
-    for ax, (label, run) in zip(axes.flat, runs.items(), strict=False):
+    figure, axes = canvas(
+        7.0 if len(runs) == 1 else 8.6, 3.3, columns=len(runs), sharex=True, sharey=True, squeeze=False
+    )
+    shares, fills, preemptions, seen = {}, {}, 0, set()
+    for ax, (label, run) in zip(axes[0], runs.items(), strict=True):
         colour = colour_of(label) if engine_family(label) else colour_of("paged" if run[0].blocks else "slots")
-        colours += [colour] if colour not in colours else []
+        fills[f"filled, {label}" if label else "filled"] = colour
         kinds, marks = _rows(run), preempted_at(run)
         preemptions += len(marks)
         seen |= {name for name, rows in kinds.items() if rows.any()}
-        held = int((kinds["filled"] + kinds["unfilled"]).sum())
-        shares[label] = int(kinds["filled"].sum()) / max(1, held)
+        shares[label] = kinds["filled"].sum() / max(1, (kinds["filled"] + kinds["unfilled"]).sum())
         _stack(ax, kinds, colour, marks)
+        ax.set_xlabel("step")
         if label:
             note = f", {len(marks)} preemption{'s' * (len(marks) != 1)}" if run[0].blocks else ""
             ax.set_title(f"{label}: {len(run):,} steps{note}", size=10, pad=6)
-    for ax in axes.flat[len(runs) :]:
-        ax.remove()
-    for ax in axes.flat[max(0, len(runs) - across) : len(runs)]:  # nothing stands below these
-        ax.set_xlabel("step")
-        ax.tick_params(labelbottom=True)
-    for ax in axes[:, 0]:
-        ax.set_ylabel("rows of the cache")
+    axes[0, 0].set_ylabel("rows of the cache")
     axes[0, 0].set_xlim(0.5, max(len(run) for run in runs.values()) + 0.5)  # one scale for all panels
     axes[0, 0].set_ylim(0, 1.14 * max(step.kv_capacity for run in runs.values() for step in run))
-    entries: list[tuple[Any, str]] = [(tuple(Patch(**looks(colour)) for colour in colours), "filled")]
-    entries += [(Patch(**looks(look)), name) for kind, (look, name) in REST.items() if kind in seen]
-    if preemptions:
-        entries.append((Patch(color=ALERT), "a request is preempted"))
-    figure.legend(
-        *zip(*entries, strict=True), loc="outside lower center", ncols=len(entries),
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)}, columnspacing=1.3, handlelength=1.6,
-    )  # fmt: skip
+    key(figure, fills | {name: look for kind, (look, name) in REST.items() if kind in seen}
+        | ({"a preemption": ALERT} if preemptions else {}), columnspacing=1.3, handlelength=1.4)  # fmt: skip
     if "" in runs:
         found = f"{shares['']:.0%} of the rows that requests hold are filled"
         found += f"; {preemptions} preemption{'s' * (preemptions != 1)}" if steps[0].blocks else ""
     else:
-        apart = "; " if "," in "".join(shares) else ", "
-        each = apart.join(f"{label} {share:.0%}" for label, share in shares.items())
+        each = ", ".join(f"{label} {share:.0%}" for label, share in shares.items())
         found = fitting(f"Filled, of the rows that requests hold: {each}", f"Filled: {each}")
     return finished(figure, found, title)
 

@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 from ...errors import InvalidParameter
 from ..style import ALERT, CARD, INK, SOFT_INK, Picture, darker, drawing, on_colour
 from .blocks import EMPTY, lighter, request_colours
-from .parts import arrow, board, finished, fitting, tile
+from .parts import arrow, board, finished, tile
 from .tokens import visible
 
 ROOM_BETWEEN = 1.0  # inches, for the arrows
@@ -70,15 +70,17 @@ def block_table(
         parts = [(colours[name], _part(tokens[name], n, block_size)) for name, n in holders.get(block, ())]
         y = begin + block * height
         _block(ax, right, y, cell, height, parts, block_size, size)
-        owners = ", ".join(name for name, _ in holders.get(block, ())) if len(parts) > 1 else ""
         ax.text(right + block_size * cell + 0.08, y + height / 2, str(block), size=8, va="center", color=SOFT_INK)
-        if owners:
+        if len(parts) > 1:
             ax.text(right + block_size * cell + 0.26, y + height / 2, f"×{len(parts)}", size=8.5, va="center",
                     weight="bold")  # fmt: skip
     for name, y, block, nth in arrows:
         end = begin + (block + 0.12 + 0.76 * (nth + 0.5) / len(holders[block])) * height
         arrow(ax, (left + block_size * cell + 0.03, y), (right - 0.03, end), colour=darker(colours[name], 0.35))
-    return finished(figure, _caption(tables, tokens, holders, block_size, num_blocks), title)
+    filled = sum(max(len(_part(tokens[name], n, block_size)) for name, n in held) for held in holders.values())
+    shared, unfilled = sum(len(held) > 1 for held in holders.values()), len(holders) * block_size - filled
+    caption = f"{len(holders)} of {num_blocks} blocks in use" + (f", {shared} of them shared" if shared else "")
+    return finished(figure, f"{caption}; {unfilled} cell{'s' * (unfilled != 1)} unfilled", title)
 
 
 def _part(tokens: Sequence[str], n: int, block_size: int) -> Sequence[str]:
@@ -90,16 +92,12 @@ def _block(
     block_size: int, size: float,
 ) -> None:  # fmt: skip
     """A block of `block_size` cells at (x, y), in a band for each of those who hold it: (colour, tokens in it)."""
-    pad = min(0.03, 0.1 * cell)
-    inner = height - 0.05
+    pad, inner = min(0.03, 0.1 * cell), height - 0.05
+    band = inner / max(1, len(parts))
     for slot in range(block_size):
-        left = x + slot * cell + (pad if slot == 0 else pad / 3)
-        wide = cell - (pad if slot == 0 else pad / 3) - (pad if slot == block_size - 1 else pad / 3)
-        band = inner / max(1, len(parts))
         for n, (colour, tokens) in enumerate(parts or [(EMPTY, ())]):
-            filled = slot < len(tokens)
-            fill = colour if filled else lighter(colour, 0.78) if parts else EMPTY
-            ax.add_patch(Rectangle((left, y + 0.025 + n * band), wide, band, facecolor=fill, linewidth=0))
+            fill = colour if slot < len(tokens) else lighter(colour, 0.78) if parts else EMPTY
+            tile(ax, x + slot * cell, y + 0.025 + n * band, fill, w=cell, h=band, gap=(pad / 2, 0))
         texts = [tokens[slot] for _, tokens in parts if slot < len(tokens)]
         if texts:
             letters = int((cell - 0.06) * 72 / (0.64 * size))
@@ -111,20 +109,6 @@ def _block(
                     else None)  # fmt: skip
     ax.add_patch(Rectangle((x + pad, y + 0.025), block_size * cell - 2 * pad, inner, fill=False, linewidth=0.9,
                            edgecolor=SOFT_INK if parts else "#c9c6be"))  # fmt: skip
-
-
-def _caption(
-    tables: Mapping[str, Sequence[int]], tokens: Mapping[str, Sequence[str]],
-    holders: Mapping[int, Sequence[tuple[str, int]]], block_size: int, num_blocks: int,
-) -> str:  # fmt: skip
-    filled = sum(max(len(_part(tokens[name], n, block_size)) for name, n in held) for held in holders.values())
-    shared = sum(len(held) > 1 for held in holders.values())
-    unfilled = len(holders) * block_size - filled
-    who = f"{len(tables)} request{'s' * (len(tables) != 1)}"
-    also = f", {shared} of them shared" if shared else ""
-    cells = "1 cell" if unfilled == 1 else f"{unfilled} cells"
-    long = f"{who}, {len(holders)} of {num_blocks} blocks in use{also}; {cells} in them unfilled"
-    return fitting(long, f"{len(holders)} of {num_blocks} blocks in use{also}; {cells} unfilled")
 
 
 @drawing

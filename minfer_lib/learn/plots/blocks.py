@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex, to_rgb
-from matplotlib.legend_handler import HandlerTuple
-from matplotlib.patches import Patch
 
 from ...errors import InvalidParameter
 from ..style import CARD, INK, SOFT_INK, Picture, canvas, drawing, headline, on_colour
-from .parts import Look, fitting, looks
+from .parts import CARD_BEHIND, Look, fitting, key, looks
 
 if TYPE_CHECKING:
     from ...engine.trace import BlockMap, StepTrace
@@ -97,11 +95,11 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 @drawing
-def block_map(blocks: StepTrace | BlockMap, *, title: str | None = None, labels: bool = True) -> Picture:
+def block_map(blocks: StepTrace | BlockMap, *, title: str | None = None) -> Picture:
     """All blocks of a paged cache in memory order, filled as far as they hold tokens, in the colour of the request.
 
-    blocks: a step of an engine with kv_cache="paged" and trace=True, or its `blocks`. labels: request ids in the
-    blocks, where there is room. Raises `InvalidParameter` for a step of slots.
+    blocks: a step of an engine with kv_cache="paged" and trace=True, or its `blocks`. Raises `InvalidParameter` for a
+    step of slots.
     """
     at = getattr(blocks, "blocks", blocks)
     if at is None:
@@ -109,12 +107,12 @@ def block_map(blocks: StepTrace | BlockMap, *, title: str | None = None, labels:
             "This step has no block map; only a paged cache has one. "
             "Make the engine with kv_cache='paged' and trace=True, and give one of its steps."
         )
-    return draw_blocks(at, title=title, labels=labels)
+    return draw_blocks(at, title=title)
 
 
 def draw_blocks(
-    blocks: BlockMap, *, title: str | None = None, labels: bool = True,
-    colours: Mapping[str, str] | None = None, width: float = 7.0, note: str | None = None, lines: int | None = None,
+    blocks: BlockMap, *, title: str | None = None, colours: Mapping[str, str] | None = None, width: float = 7.0,
+    note: str | None = None, lines: int = 1,
 ) -> Picture:  # fmt: skip
     """`block_map` with the colours of a whole run, another width (inches), a line below, and room for so many lines of
     legend, so that all pictures of a run have one size. Call it inside of a `drawing`."""
@@ -125,10 +123,10 @@ def draw_blocks(
     height = 0.34 if rows <= 8 else max(0.09, 2.8 / rows)  # inches
     left, room = 0.5, width - 0.75
     token = room / (across * here.block_size)  # inches
-    handles, names = _legend(here, colours)
-    wide = sum(0.38 + 0.075 * len(name) for name in names)  # inches, in one line
+    entries = _entries(here, colours)
+    wide = sum(0.38 + 0.075 * len(name) for name in entries)  # inches, in one line
     needed = max(1, -(-wide // (width - left)))
-    legend = 0.21 * max(needed, lines or 1) + 0.12
+    legend = 0.21 * max(needed, lines) + 0.12
     total = 0.56 + height * rows + (0.3 if note else 0.0) + legend
     figure, ax = canvas(width, total)
     figure.set_layout_engine("none")
@@ -136,19 +134,15 @@ def draw_blocks(
     ax.set_xlim(0, room)
     ax.set_ylim(rows, 0)
     ax.axis("off")
-    _draw_cells(ax, here, colours, across, token, height, labels)
-    every = max(1, round(0.16 / height))
-    for row in range(0, rows, every):
+    _draw_cells(ax, here, colours, across, token, height)
+    for row in range(0, rows, max(1, round(0.16 / height))):
         ax.text(-0.07, row + 0.5, str(row * across), ha="right", va="center", size=7.5, color=SOFT_INK)
     headline(figure, title or here.caption)
     if note:
         figure.text(left / width, (legend + 0.13) / total, note, size=9.5, va="center")
-    figure.legend(
-        handles=handles, labels=names, loc="upper left", bbox_to_anchor=((left - 0.1) / width, legend / total),
-        ncols=int(-(-len(names) // needed)), fontsize=8.5, handlelength=1.3, columnspacing=1.0, handletextpad=0.5,
-        labelspacing=0.35,
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)},
-    )  # fmt: skip
+    key(figure, entries, loc="upper left", bbox_to_anchor=((left - 0.1) / width, legend / total),
+        ncols=int(-(-len(entries) // needed)), fontsize=8.5, handlelength=1.3, columnspacing=1.0, handletextpad=0.5,
+        labelspacing=0.35)  # fmt: skip
     figure.alt = (f"{title}: " if title else "") + here.caption
     return figure
 
@@ -161,9 +155,7 @@ def _columns(num_blocks: int, block_size: int) -> int:
     return max(1, min(tokens // block_size, num_blocks, 64 if num_blocks <= 4096 else 128))
 
 
-def _draw_cells(
-    ax: Axes, here: Contents, colours: Mapping[str, str], across: int, token: float, height: float, labels: bool
-) -> None:
+def _draw_cells(ax: Axes, here: Contents, colours: Mapping[str, str], across: int, token: float, height: float) -> None:
     gap_x, gap_y = min(GAP, 0.22 * token * here.block_size), min(GAP / height, 0.2)
     corners: dict[str, list[list[tuple[float, float]]]] = {}
     cached = set(here.cached)
@@ -184,14 +176,12 @@ def _draw_cells(
             filled = full * tokens / here.block_size
             place(colours[name], x, y + n * band, filled, band)
             place(lighter(colours[name]), x + filled, y + n * band, full - filled, band)
-        text = f"×{len(held)}" if len(held) > 1 else held[0][0] if labels else ""
+        text = f"×{len(held)}" if len(held) > 1 else held[0][0]
         if text and full > 0.06 + 0.075 * len(text) and height >= 0.17:
-            filled, alone = held[0][1] / here.block_size, len(held) == 1
-            covered = filled >= 0.5
-            middle = 0.5 if not alone else filled / 2 if covered else (1 + filled) / 2  # in the larger part
-            ax.text(x + full * middle, y + 0.5 - gap_y / 2, text, ha="center", va="center", size=8,
+            covered, alone = held[0][1] >= here.block_size / 2, len(held) == 1
+            ax.text(x + full / 2, y + 0.5 - gap_y / 2, text, ha="center", va="center", size=8,
                     color=on_colour(colours[held[0][0]]) if alone and covered else INK,
-                    bbox=None if alone else {"facecolor": CARD, "edgecolor": "none", "pad": 0.9})  # fmt: skip
+                    bbox=None if alone else CARD_BEHIND)  # fmt: skip
     for fill, shapes in corners.items():
         ax.add_collection(PolyCollection(shapes, **looks(CACHED if fill == "cached" else fill)), autolim=False)
     if token >= 0.085 and here.block_size > 1:  # where one token ends and the next begins
@@ -201,23 +191,14 @@ def _draw_cells(
             ax.vlines(ticks, y - 0.2, y, colors=CARD, linewidth=0.8)
 
 
-def _legend(here: Contents, colours: Mapping[str, str]) -> tuple[list, list[str]]:
+def _entries(here: Contents, colours: Mapping[str, str]) -> dict[str, Look]:
+    """The legend: {label: look}."""
     shown = here.names if len(here.names) <= 10 else here.names[:9]
-    entries: list[tuple[object, str]] = [
-        (_patch(colours[name]), name if n else f"request {name}") for n, name in enumerate(shown)
-    ]
+    entries: dict[str, Look] = {name if n else f"request {name}": colours[name] for n, name in enumerate(shown)}
     if len(here.names) > len(shown):
-        entries.append((_patch("none"), f"and {len(here.names) - len(shown)} more"))
+        entries[f"and {len(here.names) - len(shown)} more"] = "none"
     if here.unfilled_rows:
-        entries.append((_patch(lighter(colours[here.names[0]])), "unfilled"))
+        entries["unfilled"] = lighter(colours[here.names[0]])
     if here.shared:
-        entries.append((tuple(_patch(colours[name]) for name in here.names[:2]), "×n shared"))
-    if here.cached:
-        entries.append((_patch(CACHED), "cached"))
-    if here.free:
-        entries.append((_patch(EMPTY), "empty"))
-    return [handle for handle, _ in entries], [name for _, name in entries]
-
-
-def _patch(look: Look) -> Patch:
-    return Patch(**looks(look))
+        entries["×n shared"] = "none"
+    return entries | ({"cached": CACHED} if here.cached else {}) | ({"empty": EMPTY} if here.free else {})

@@ -15,28 +15,25 @@ from ..style import ALERT, DATA, SOFT_INK, UNUSED, Picture, canvas, colour_of, d
 from .parts import CARD_BEHIND, balanced, finished, plain
 
 STEPS = 127  # of an int8 code on each side of zero
-ORDINARY = "#a9b4bf"
+ORDINARY, OURS = "#a9b4bf", colour_of("int8")
 
 
 @drawing
-def channel_ranges(weight: Any, *, channel: int | None = None, title: str | None = None) -> Picture:
+def channel_ranges(weight: Any, *, title: str | None = None) -> Picture:
     """What one scale for a whole weight [out, in] leaves of the 127 steps to each of its output channels.
 
     Left all weights as a histogram (log counts) with the range of the one grid, right the largest magnitude of each
-    output channel, sorted. channel: the one that is marked in both (None: the one in the middle of the right picture).
+    output channel, sorted; the channel in the middle of them is marked in both.
     """
-    values = abs(plain(weight))
-    peaks = values.max(1)  # [out]
-    order = np.argsort(peaks, kind="stable")
-    chosen = int(order[len(order) // 2]) if channel is None else channel
-    largest = float(peaks.max())
+    values = plain(weight)
+    peaks = abs(values).max(1)  # [out]
+    order, largest = np.argsort(peaks, kind="stable"), float(peaks.max())
+    rank = len(order) // 2
+    chosen = int(order[rank])
     figure, (left, right) = canvas(7.0, 3.1, columns=2)
-    signed = plain(weight)
     edges = np.linspace(-largest, largest, 61)
-    for data, colour, name in ((signed.ravel(), UNUSED, "all channels"),
-                               (signed[chosen], colour_of("int8"), f"channel {chosen}")):  # fmt: skip
-        counts, _ = np.histogram(data, edges)
-        left.stairs(counts, edges, fill=True, color=colour, label=name, baseline=0.7)
+    for data, colour, name in ((values, UNUSED, "all channels"), (values[chosen], OURS, f"channel {chosen}")):
+        left.stairs(np.histogram(data, edges)[0], edges, fill=True, color=colour, label=name, baseline=0.7)
     left.set_yscale("log")
     left.set_ylim(bottom=0.7)
     for x in (-largest, largest):
@@ -47,24 +44,19 @@ def channel_ranges(weight: Any, *, channel: int | None = None, title: str | None
     _plain_log(left.yaxis)
     right.fill_between(np.arange(len(peaks)), 0, peaks[order], color=UNUSED, linewidth=0)
     right.plot(np.arange(len(peaks)), peaks[order], color=SOFT_INK, linewidth=1.2)
-    rank = int(np.flatnonzero(order == chosen)[0])
-    right.plot([rank], [peaks[chosen]], "o", color=colour_of("int8"), markersize=7)
+    right.plot([rank], [peaks[chosen]], "o", color=OURS, markersize=7)
     right.axhline(largest, color=SOFT_INK, linestyle="--", linewidth=1.1)
     right.annotate(f"{STEPS} steps", (0, largest), textcoords="offset points", xytext=(4, 1), va="bottom", size=9,
                    color=SOFT_INK)  # fmt: skip
     used = STEPS * peaks / largest if largest else np.zeros_like(peaks)
-    place = float(np.clip(rank / len(peaks), 0.34, 0.64))  # of the middle of a label that is inside
-    right.annotate(
-        f"channel {chosen}: {used[chosen]:.0f} steps", (rank, peaks[chosen]), (place * len(peaks), peaks[chosen]),
-        xycoords="data", textcoords="data", ha="center", va="center", size=9, color=darker(colour_of("int8")),
-    ).set_y(peaks[chosen] + (0.14 if peaks[chosen] < 0.75 * largest else -0.1) * largest)  # fmt: skip
+    y = peaks[chosen] + (0.14 if peaks[chosen] < 0.75 * largest else -0.1) * largest
+    right.text(rank, y, f"channel {chosen}: {used[chosen]:.0f} steps", ha="center", size=9, color=darker(OURS))
     right.set_xlim(0, max(1, len(peaks) - 1))
     right.set_ylim(0, largest * 1.14 or 1.0)
     right.set_xlabel("output channels, sorted")
     right.set_ylabel("largest |weight|")
     right.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    for ax in (left, right):
-        quiet(ax, grid="y" if ax is right else None)
+    quiet(right, grid="y")
     figure.legend(loc="outside lower left", ncols=2)
     caption = f"With one scale the median channel uses {np.median(used):.0f} of the {STEPS} steps"
     return finished(figure, caption, title, f"{caption}, the smallest {used.min():.0f}")
@@ -92,14 +84,14 @@ def draw_peaks(ax: Axes, peaks: np.ndarray, threshold: float | None, label_top: 
     places = np.arange(len(peaks))
     thin = max(0.6, min(3.0, 380 / len(peaks)))
     ax.vlines(places[~marked], 0, peaks[~marked], color=ORDINARY, linewidth=thin)
-    ax.vlines(places[marked], 0, peaks[marked], color=colour_of("int8"), linewidth=max(1.6, thin))
+    ax.vlines(places[marked], 0, peaks[marked], color=OURS, linewidth=max(1.6, thin))
     ceiling = max(highest, threshold or 0.0) * 1.2 or 1.0
     named = sorted(int(n) for n in top if marked[n])
     for n, place in zip(named, balanced(named, 0.058 * len(peaks)), strict=True):
         ax.annotate(str(n), (n, peaks[n]), (place, peaks[n] + 0.07 * ceiling), ha="center", va="bottom", size=8.5,
-                    color=darker(colour_of("int8")),
+                    color=darker(OURS),
                     bbox=CARD_BEHIND)  # fmt: skip
-        ax.plot([n, place], [peaks[n], peaks[n] + 0.07 * ceiling], color=colour_of("int8"), linewidth=0.7)
+        ax.plot([n, place], [peaks[n], peaks[n] + 0.07 * ceiling], color=OURS, linewidth=0.7)
     lines = [(middle, f"median {middle:.3g}", DATA, ":")]
     if threshold is not None:
         lines.append((threshold, f"threshold {threshold:.3g}", ALERT, "--"))
@@ -138,7 +130,7 @@ def smoothing_effect(activation_peak: Any, weight_peak: Any, factors: Any, *, ti
     look = {"linestyle": "none", "marker": "s" if large else "o", "markersize": 2 if large else 4,
             "markeredgewidth": 0, "antialiased": not large}  # fmt: skip
     for ax, before, after, name in zip(axes, (x, w), (x / s, w * s), ("activations", "weights"), strict=True):
-        for values, colour, label in ((before, SOFT_INK, "before"), (after, colour_of("int8"), "after")):
+        for values, colour, label in ((before, SOFT_INK, "before"), (after, OURS, "after")):
             ax.plot(values[order], color=colour, label=label, **look)
         ax.set_yscale("log")
         ax.set_ylabel(f"peaks of {name}")

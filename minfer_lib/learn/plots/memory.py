@@ -78,43 +78,33 @@ def memory_stack(
 
 @drawing
 def kv_growth(
-    bytes_per_token: Mapping[str, float], *, lengths: Sequence[int], mark: int | None = None,
-    budget: float | None = None, budget_label: str = "memory left for the cache", title: str | None = None,
-) -> Picture:  # fmt: skip
+    bytes_per_token: Mapping[str, float], *, lengths: Sequence[int], mark: int, title: str | None = None
+) -> Picture:
     """Bytes of KV cache against its length in tokens, one straight line for each {"32 KV heads": bytes per token}.
 
-    `mark` is a length at which the sizes are written out; `budget` draws the memory that there is.
+    `mark` is a length at which the sizes are written out.
     """
     figure, ax = canvas(7.0, 3.4)
-    end = float(max(lengths))
-    most, least = max(bytes_per_token.values()), min(bytes_per_token.values())
-    shows_budget = budget is not None and budget <= most * end * 1.4  # a far one would flatten the lines
-    top = max(most * end, budget if shows_budget else 0.0) * 1.12
+    end, (least, most) = float(max(lengths)), (min(bytes_per_token.values()), max(bytes_per_token.values()))
     colours = (KV_CACHE, WEIGHTS, "#b78fa0", ACTIVATIONS)
-    at = float(mark or end)
-    heights = spread([size * end for size in bytes_per_token.values()], top * (0.15 if mark else 0.08))
+    heights = spread([size * end for size in bytes_per_token.values()], most * end * 0.17)
     beside = {"textcoords": "offset points", "va": "center"}
     for (label, size), colour, height in zip(bytes_per_token.items(), colours, heights, strict=False):
         ax.plot([0, end], [0, end * size], color=colour)
-        ax.annotate(label, (end, height), xytext=(7, 5 if mark else 0), size=9.5, **beside)
-        if mark:
-            ax.plot([at], [at * size], "o", color=colour, markersize=6)
-            value = f"{format_bytes(at * size)} at {at:,.0f}"
-            ax.annotate(value, (end, height), xytext=(7, -7), size=8.5, color=SOFT_INK, **beside)
-    if mark:
-        ax.axvline(at, color=SOFT_INK, linestyle=":", linewidth=1.0, zorder=0.9)
-    if shows_budget:
-        ax.axhline(budget, color=ALERT, linestyle="--", linewidth=1.2)
-        ax.text(end * 0.01, budget, f"{budget_label}: {format_bytes(budget)}", color=ALERT, size=9, va="bottom")
+        ax.plot([mark], [mark * size], "o", color=colour, markersize=6)
+        value = f"{format_bytes(mark * size)} at {mark:,}"
+        ax.annotate(label, (end, height), xytext=(7, 5), size=9.5, **beside)
+        ax.annotate(value, (end, height), xytext=(7, -7), size=8.5, color=SOFT_INK, **beside)
+    ax.axvline(mark, color=SOFT_INK, linestyle=":", linewidth=1.0, zorder=0.9)
     ax.set_xlim(0, end)
-    ax.set_ylim(0, top)
+    ax.set_ylim(0, most * end * 1.12)
     ax.xaxis.set_major_formatter(COUNT)
     ax.set_xlabel("tokens in the cache")
-    _bytes_axis(ax.yaxis, top)
+    _bytes_axis(ax.yaxis, most * end * 1.12)
     quiet(ax, grid="y")
-    computed = (f"from {format_bytes(least * at)} to " if least < most else "") + format_bytes(most * at)
+    computed = (f"from {format_bytes(least * mark)} to " if least < most else "") + format_bytes(most * mark)
     alt = "KV cache: " + "; ".join(f"{label} {format_bytes(s)} per token" for label, s in bytes_per_token.items())
-    return finished(figure, f"At {at:,.0f} tokens the cache takes {computed}", title, alt)
+    return finished(figure, f"At {mark:,} tokens the cache takes {computed}", title, alt)
 
 
 @drawing

@@ -180,19 +180,13 @@ def step_times_by_batch(
     ax.tick_params(axis="x", length=0)
     quiet(ax, grid="y")
     figure.legend(loc="outside lower center", ncols=min(5, len(times)), columnspacing=1.3)
-    shared = {
-        name: [batch for batch in batches if batch in way and batch in times.get(base, {})]
-        for name, way in times.items() if name != base
-    }  # fmt: skip
-    ratios = {name: [times[name][b] / times[base][b] for b in at] for name, at in shared.items() if at}
+    ratios = {name: [way[b] / times[base][b] for b in batches if b in way and b in times.get(base, {})]
+              for name, way in times.items() if name != base}  # fmt: skip
+    ratios = {name: found for name, found in ratios.items() if found}
     caption = ""
     if ratios:
         best = min(ratios, key=lambda name: float(np.mean(ratios[name])))
-        parts = [f"{ratio:.2f}" for ratio in ratios[best]]
-        caption = fitting(
-            f"{best} takes {_and(parts)} of {base}'s time at batch {_and(shared[best])}",
-            f"{best}: {min(parts)} to {max(parts)} of {base}'s time",
-        )
+        caption = f"{best}: {min(ratios[best]):.2f} to {max(ratios[best]):.2f} of {base}'s time, by batch"
     said = "; ".join(
         f"{name} " + ", ".join(f"{batch}: {way[batch]:.3g} ms" for batch in batches if batch in way)
         for name, way in times.items()

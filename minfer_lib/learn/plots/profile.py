@@ -56,15 +56,14 @@ def time_by_operator(
 
 @drawing
 def prefill_decode_timeline(
-    steps: Sequence[TimelineStep | tuple[str, int, float]], *, queue_s: float = 0.0, title: str | None = None
+    steps: Sequence[TimelineStep | tuple[str, int, float]], *, title: str | None = None
 ) -> Picture:
     """The forward passes of one request on a time axis, with TTFT and TPOT marked where they are.
 
-    `steps` are ("prefill" or "decode", tokens that went in, seconds), in order; each ends with a new token. `queue_s`
-    is the time between arrival and the first step.
+    `steps` are ("prefill" or "decode", tokens that went in, seconds), in order; each ends with a new token.
     """
     steps = [TimelineStep(*step) for step in steps]
-    ends = queue_s + np.cumsum([step.seconds for step in steps])
+    ends = np.cumsum([step.seconds for step in steps])
     starts = ends - [step.seconds for step in steps]
     prefills = [n for n, step in enumerate(steps) if step.kind == "prefill"]
     first = prefills[-1] if prefills else 0  # the step that ends with the first token
@@ -73,9 +72,6 @@ def prefill_decode_timeline(
     tpot = (float(ends[-1]) - ttft) / later if later else None
     figure, ax = canvas(7.0, 2.15)
     end = float(ends[-1])
-    if queue_s:
-        ax.barh(0, queue_s, height=0.5, color=UNUSED)
-        ax.text(queue_s / 2, 0, "waits", ha="center", va="center", size=8.5)
     thin = 0.8 if len(steps) < 60 else 0.2
     for start, step in zip(starts, steps, strict=True):
         fill = PREFILL_COLOUR if step.kind == "prefill" else DECODE_COLOUR

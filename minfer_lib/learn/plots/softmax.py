@@ -96,13 +96,10 @@ def _notes(
     sums: Sequence[float], factors: Sequence[float], high: float, span: float,
 ) -> None:  # fmt: skip
     """Three lines above each part; with few parts the factor is written out."""
-    largest, many = max(maxima), len(maxima) > 4
+    largest = max(maxima)
     for (begin, end), colour, top, own, factor in zip(begins, colours, maxima, sums, factors, strict=True):
         number = "-inf" if top == -math.inf else f"{top:.3g}"
-        power = f"exp({number} {'+' if largest < 0 else '-'} {abs(largest):.3g})"
-        lines = [f"max {number}", f"sum {own:.3g}", f"× {factor:.3g}" + ("" if many else f" = {power}")]
-        if len(maxima) == 4:
-            lines = [f"max {number}, sum {own:.3g}", power, f"= factor {factor:.3g}"]
-        for n, line in enumerate(lines):
+        power = f" = exp({number} {'+' if largest < 0 else '-'} {abs(largest):.3g})" if len(maxima) < 4 else ""
+        for n, line in enumerate((f"max {number}", f"sum {own:.3g}", f"× {factor:.3g}{power}")):
             ax.text((begin + end) / 2, high + (0.6 - 0.17 * n) * span, line, ha="center", va="center", size=8.5,
                     color=darker(colour, 0.5), weight="bold" if n == 2 else "normal")  # fmt: skip

@@ -12,12 +12,10 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from ..style import (
     GROUP_COLOURS,
-    INK,
     SOFT_INK,
     Picture,
     bar_style,
     canvas,
-    colour_of,
     darker,
     drawing,
     engine_family,
@@ -63,7 +61,7 @@ def step_times(
     for (name, (lengths, _)), height, note in zip(series.items(), heights, notes, strict=True):
         is_short = max(lengths) < 0.7 * far  # such a cloud leaves room for its name where it ends
         at = (max(lengths) if is_short else far, height)
-        colour = INK if engine_family(name) is None else colour_of(name)
+        colour = line_style(name)["color"]
         ax.annotate(name, at, xytext=(8, 5 if note else 0), color=colour, weight="bold", size=9.5, **beside)
         ax.annotate(note, at, xytext=(8, -8), size=8.5, color=SOFT_INK, **beside)
     ax.set_ylim(0, max(top, max(heights) * 1.04))
@@ -131,7 +129,7 @@ def curves(
     ends = []
     for (name, values), group in zip(series.items(), GROUP_COLOURS, strict=False):
         y = np.asarray(values, dtype=float)
-        colour = colour_of(name) if engine_family(name) else group  # an engine keeps its colour here too
+        colour = line_style(name)["color"] if engine_family(name) else group  # an engine keeps its colour here too
         ax.plot(x, y, color=colour)
         if len(last := np.flatnonzero(np.isfinite(y))):
             ends.append((name, x[last[-1]], float(y[last[-1]]), colour))
