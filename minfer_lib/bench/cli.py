@@ -71,9 +71,9 @@ def run_ladder(args: argparse.Namespace) -> int:
     asked = {"batch": args.batch, "prompt_len": args.prompt_len, "output_len": args.output_len}
     asked = {name: value for name, value in asked.items() if value is not None}
     workload = fixed_lengths(lm, **asked) if asked else None
-    progress, code = sys.stderr.isatty(), 0
+    code = 0
     try:
-        found = ladder(lm, wanted, workload, repeats=args.repeats, memory=args.memory, progress=progress, show=False)
+        found = ladder(lm, wanted, workload, repeats=args.repeats, memory=args.memory, show=False)
     except Interrupted as interrupted:
         found, code = interrupted.comparison, 130
     print(text(found, args.all))
@@ -102,7 +102,7 @@ def run_quality(args: argparse.Namespace) -> int:
         models["bitsandbytes int8"] = cheaper.bitsandbytes(lm)
     except (BadEnvironment, UnsupportedModel) as error:
         print(f"bitsandbytes int8 left out: {error}", file=sys.stderr)
-    found = quality(lm, models, tokens=args.tokens, window=args.window, progress=sys.stderr.isatty())
+    found = quality(lm, models, tokens=args.tokens, window=args.window)
     print(found)
     if args.json:
         found.save(args.json)

@@ -21,7 +21,6 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
-from tqdm.auto import tqdm
 
 from ..attention.support import rounds_activations
 from ..errors import InvalidParameter, integer, must_be, number, shown
@@ -30,6 +29,7 @@ from ..generation.request import RequestOutput
 from ..models.load import LanguageModel
 from ..models.memory import measured_weight_bytes
 from ..quant.quantize import describe_int8
+from .draw import progress_bar
 from .machine import measure_bandwidth, provenance_of, synchronize, weights_name
 from .metrics import Run, measure
 from .peaks import probed_rows, with_peak
@@ -124,7 +124,7 @@ def compare(
     workload = workload or fixed_lengths(lm)
     bandwidth = [measure_bandwidth(lm.device)]
     everything, interrupted = measured, False
-    bar = tqdm(total=len(measured) * (1 + (repeats or FEWEST)), unit="run", delay=5, leave=False, disable=not progress)
+    bar = progress_bar(len(measured) * (1 + (repeats or FEWEST)), "run", progress)
     with bar, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Interrupted:")  # an engine says it of its answers, a note of the rows
         try:

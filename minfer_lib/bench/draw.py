@@ -6,6 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from tqdm.auto import tqdm
+
 from ..errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -37,6 +39,12 @@ def keep(picture: Any, path: str | os.PathLike[str]) -> None:
 
     with mpl.rc_context({**STYLE, "svg.hashsalt": "minfer", "svg.fonttype": "path"}):  # fixed ids, and no date
         picture.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
+
+
+def progress_bar(total: int, unit: str, progress: bool, what: str = "") -> tqdm:
+    """A bar for whoever waits longer than five seconds at a terminal or in a notebook; a log file gets none."""
+    watched = progress and (in_notebook() or sys.stderr.isatty())
+    return tqdm(total=total, desc=what, unit=unit, delay=5, leave=False, disable=not watched)
 
 
 def show(result: Result) -> None:

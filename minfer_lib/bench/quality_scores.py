@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tqdm.auto import tqdm
 
 from ..errors import InvalidParameter, InvalidPrompt, UnsupportedModel
 from ..generation.prompts import prompt_token_ids
 from ..models.load import LanguageModel
+from .draw import progress_bar
 from .machine import dtype_name
 from .settings import fast_mode
 from .workloads import english_text
@@ -112,7 +112,7 @@ def scores(lms: Sequence[LanguageModel], windows: Sequence[list[int]], progress:
     # float64, so that the KL of two nearly equal models is more than rounding; Apple's GPUs have none
     precise = torch.float32 if lms[0].device.type == "mps" else torch.float64
     total = sum(map(len, windows)) * len(lms)
-    with tqdm(total=total, desc="quality", unit="token", leave=False, disable=not progress) as bar, torch.no_grad():
+    with progress_bar(total, "token", progress, "quality") as bar, torch.no_grad():
         for ids in windows:
             says = []
             for reader in readers:

@@ -29,7 +29,8 @@ class Rung:
     only when the engine is made. options: keyword arguments of the class. chapter: that introduces it; 0 for the
     baselines. in_ladder: whether it is a row of the ladder, or a variant of one. weights: "module:function" that makes
     the model it runs, with other weights, from the one that is given; empty: it runs that one. limit: the option that
-    says how many requests may run at once; empty for an engine that runs one after the other.
+    says how many requests may run at once; empty for an engine that runs one after the other. device: the only type of
+    device on which it is a row of the ladder; empty: on all.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Rung:
     in_ladder: bool = True
     weights: str = ""
     limit: str = ""
+    device: str = ""
 
     def make(self, lm: LanguageModel, **options: Any) -> Any:
         """The engine over a model, or over a copy with other weights; `options` override those of the rung."""
@@ -69,6 +71,24 @@ def _llm_engine(
 RUNGS: list[Rung] = [
     Rung("hf", "HF generate", "bench.baselines:HFSerial", {}, chapter=0),
     Rung("hf-batch", "HF padded batch", "bench.baselines:HFStaticBatch", {}, chapter=0, limit="batch_size"),
+    Rung(
+        "hf-sorted",
+        "HF padded batch, sorted",
+        "bench.baselines:HFStaticBatch",
+        {"order": "prompt", "even": True},
+        chapter=0,
+        in_ladder=False,
+        limit="batch_size",
+    ),
+    Rung(
+        "hf-static",
+        "HF padded batch, static cache",
+        "bench.baselines:HFStaticBatch",
+        {"static_cache": True},
+        chapter=0,
+        limit="batch_size",
+        device="cuda",
+    ),
     Rung("hf-continuous", "HF continuous", "bench.hf_continuous:HFContinuousBatch", {}, chapter=0, limit="max_running"),
     Rung("naive", "naive", "engine.serial:NaiveEngine", {}, chapter=2),
     Rung("cached-hf", "cached (HF cache)", "engine.serial:CachedEngine", {"cache": "hf"}, chapter=3, in_ladder=False),
@@ -132,8 +152,9 @@ def ladder(
     from .workloads import RUNNING, course
 
     checked_repeats(repeats)  # before engines are made in vain
-    wanted = [find(e) if isinstance(e, str) else e for e in engines or [r.name for r in RUNGS if r.in_ladder]]
+    wanted = [find(each) if isinstance(each, str) else each for each in engines or ()]
     lm = lm or load_model()
+    wanted = wanted or [rung for rung in RUNGS if rung.in_ladder and rung.device in ("", lm.device.type)]
     is_course = workload is None
     workload = workload or course(lm)
     longest = max(p + params.max_tokens for p, params in zip(workload.prompt_lens, workload.params, strict=True))

@@ -8,13 +8,14 @@ a throughput that stays below the rate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
-from tqdm.auto import tqdm
-
+from ..engine.serial import SerialEngine
 from ..errors import InvalidParameter, integer
 from .arrivals import poisson_arrivals
 from .comparison import FEWEST, Engine, Measured, checked_repeats, doubts_of, failures, named, run_workload, timed_run
+from .draw import progress_bar
 from .machine import provenance_of
 from .results import Result, Row
 from .serving import serve
@@ -74,7 +75,8 @@ def frontier(
 ) -> Result:
     """Each engine with 1, 2, 4 and more requests of equal lengths at once: tokens/s of all against those of one user.
 
-    A point for each engine and number; an engine has to be made to run as many at once as the largest. Raises
+    A point for each engine and number; an engine has to be made to run as many at once as the largest. One that takes
+    requests one after the other is a single point: with more of them it is as fast, and they wait. Raises
     `InvalidParameter` for no engine, two of one name, no numbers or one under 1, repeats under 1.
     """
     measured = named(engines)
@@ -92,8 +94,13 @@ def frontier(
         lambda engine, n: run_workload(engine, works[n].warm_up() if fast_mode() else works[n]),
         lambda each, n, turn: timed_run(each, works[n]),
         progress,
+        {each.name: [min(numbers)] for each in measured if _is_serial(each.engine)},
     )
     return _result("frontier", rows, works[max(numbers)], measured, repeats, ())
+
+
+def _is_serial(engine: Engine) -> bool:
+    return isinstance(engine, SerialEngine) or getattr(engine, "batch_size", 0) == 1
 
 
 def _swept(
@@ -104,22 +111,24 @@ def _swept(
     warm_up: Callable[[Engine, float], object],
     run: Callable[[Measured, float, int], object],
     progress: bool,
+    only: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> list[Row]:
-    """A row for each engine and x, measured in turns."""
+    """A row for each engine and x, measured in turns; `only` names those of an engine that is not measured at all."""
     rows = []
-    with tqdm(total=len(xs) * len(measured) * repeats, unit="run", delay=5, leave=False, disable=not progress) as bar:
+    with progress_bar(len(xs) * len(measured) * repeats, "run", progress) as bar:
         for x in xs:
-            for each in measured:
+            here = [each for each in measured if x in only.get(each.name, xs)]
+            for each in here:
                 each.runs, each.tokens, each.warnings = [], [], []
                 warm_up(each.engine, x)
             for turn in range(repeats):
-                first = turn % len(measured)
-                for each in measured[first:] + measured[:first]:
+                first = turn % max(1, len(here))
+                for each in here[first:] + here[:first]:
                     bar.set_description(f"{each.name} at {x:g}")
                     run(each, x, turn)
                     bar.update()
-            for each in measured:
-                warnings = doubts_of(each, measured[0], work(x))[1]
+            for each in here:
+                warnings = doubts_of(each, here[0], work(x))[1]
                 rows.append(Row(each.name, tuple(each.runs), x=float(x), warnings=tuple(warnings)))
     return rows
 

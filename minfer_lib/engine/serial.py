@@ -96,6 +96,7 @@ class SerialEngine(Engine):
         self.max_model_len = resolve_max_model_len(self.lm, max_model_len)
         self.sampler = Sampler(self.lm.eos_ids)
         self.model = EngineView(self.lm)
+        self.num_steps = 0  # calls of the model so far
         self._ids = map(str, itertools.count())
 
     # -- what a subclass says -----------------------------------------------------------------------------------------
@@ -175,6 +176,7 @@ class SerialEngine(Engine):
         with self._memory() as memory:
             while not request.finished:
                 try:
+                    self.num_steps += 1
                     logits = self._logits(request, memory)
                     samples = self.sampler(logits, [request])
                 except (torch.OutOfMemoryError, MemoryError) as error:
