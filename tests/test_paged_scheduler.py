@@ -397,20 +397,6 @@ def test_a_prompt_that_fills_the_pool_and_an_answer_that_does_not_fit():
     assert full.metrics.finished == 1.0 < other.metrics.finished  # by the loop's clock, which counts steps
 
 
-def test_who_gives_way_gives_no_budget_that_it_did_not_have():
-    """A late prompt of a higher priority takes the room of one that decodes, which was not planned for yet."""
-    for blocks in range(10, 14):
-        loop = Loop(blocks=blocks, size=2, budget=4, caching=False)
-        gives_way = one("gives way", 3, 30, priority=1)
-        loop.add([gives_way])
-        loop.step()
-        loop.add([one("decodes", 3, 12)])
-        loop.step()
-        loop.add([one("prompt", 12, 4)])
-        loop.run()  # which looks at the budget of every step
-        assert gives_way.metrics.preemptions > 0
-
-
 def test_a_request_joins_where_there_is_just_enough_for_it_and_those_that_must_grow():
     loop = Loop(blocks=4, size=2, caching=False)
     loop.add([one("grows", 2, 3)])
