@@ -773,13 +773,15 @@ def test_a_decoder_that_counts_positions_from_elsewhere(tmp_path: Path, model_ty
         load_model(save_random(tmp_path, model_type, is_decoder=True))
 
 
-def test_a_model_that_needs_more_than_ids(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_needs_more_than_ids(monkeypatch: pytest.MonkeyPatch):
+    model = load_model("tiny-random", device="cpu").model
+
     def forward(self: object, **kwargs: object) -> None:
         raise ValueError("You have to specify pixel_values")
 
-    monkeypatch.setattr(type(tiny.model), "forward", forward)
+    monkeypatch.setattr(type(model), "forward", forward)
     with pytest.raises(UnsupportedModel, match=r"cannot be run on token ids alone.*pixel_values"):
-        check_causal(tiny.model, "eyes")
+        check_causal(model, "eyes")
 
 
 def test_accelerate_and_gguf_are_there():
