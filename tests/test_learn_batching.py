@@ -16,7 +16,7 @@ from minfer_lib.engine.trace import StepTrace, TracedChunk
 from minfer_lib.errors import InvalidParameter, PromptTooLong
 from minfer_lib.learn import notebooks, plots, widgets
 from minfer_lib.learn.checks import ch04
-from minfer_lib.learn.plots.lanes import account, lanes
+from minfer_lib.learn.plots.timelines import account, lanes
 from minfer_lib.learn.widgets import telling_steps
 
 

@@ -21,8 +21,8 @@ from minfer_lib.learn.paged_replay import DEFAULT_REQUESTS, ReplayRequest, repla
 from minfer_lib.learn.plots.block_life import preempted_at
 from minfer_lib.learn.plots.block_tables import placed_rows
 from minfer_lib.learn.plots.blocks import REQUEST_COLOURS, Contents
-from minfer_lib.learn.plots.lanes import lanes
 from minfer_lib.learn.plots.softmax import merged
+from minfer_lib.learn.plots.timelines import lanes
 from minfer_lib.learn.sliders import live
 from minfer_lib.learn.style import colour_of
 

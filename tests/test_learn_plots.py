@@ -7,7 +7,7 @@ from pictures import check_picture, drawn_texts, head
 from minfer_lib.errors import InvalidParameter
 from minfer_lib.learn import plots
 from minfer_lib.learn.plots import maps
-from minfer_lib.learn.plots.parts import balanced, spread
+from minfer_lib.learn.plots.parts import balanced
 from minfer_lib.learn.plots.tokens import visible
 from minfer_lib.learn.style import colour_of
 from minfer_lib.models.memory import ModelShape
@@ -233,7 +233,3 @@ def test_narrow_stretches_are_named_above_the_line():
     figure = plots.unit_line(["mat", "moon"], [0.97, 0.03], u=0.5)
     heights = {text.get_text(): text.get_position()[1] for text in figure.axes[0].texts}
     assert heights["mat"] < 1 < heights["moon"]
-
-
-def test_labels_are_spread_upwards_in_order():
-    assert spread([5.0, 5.0, 0.0], 1.0) == [5.0, 6.0, 0.0]

@@ -16,7 +16,7 @@ from minfer_lib.errors import InvalidParameter
 from minfer_lib.generation.sampling import Sampler, uniform
 from minfer_lib.learn import explore as explore_lazily
 from minfer_lib.learn import notebooks, plots, widgets
-from minfer_lib.learn.sliders import Choice, Gallery, Slider, _rows, explore, gallery, live
+from minfer_lib.learn.sliders import Choice, Gallery, Slider, explore, gallery, live
 from minfer_lib.learn.style import Picture
 from minfer_lib.models import memory
 from minfer_lib.models.shapes import SHAPES
@@ -55,8 +55,14 @@ def test_the_picture_is_one_image_with_every_position_on_it():
 
 
 def test_pictures_stand_side_by_side_where_the_page_is_wide_enough():
-    assert _rows([(4, 1)] * 3, page=9) == [[(4, 1), (4, 1)], [(4, 1)]]
-    assert _rows([(20, 1), (3, 1)], page=9) == [[(20, 1)], [(3, 1)]]
+    def narrow(inches):
+        return plots.filtered_bars("ab", [0.5, 0.5], [1, 0], width=inches)
+
+    one, two, three = (
+        Image.open(io.BytesIO(gallery(narrow, {"inches": Slider(4, 7, 1, 4)}, [{}] * n).png())).size for n in (1, 2, 3)
+    )
+    assert two[1] == one[1] and 1.9 < two[0] / one[0] < 2.0
+    assert three[0] == two[0] and 1.9 < three[1] / one[1] < 2.0
 
 
 def test_moving_a_control_replaces_the_one_image():

@@ -13,7 +13,7 @@ from ..engine.trace import StepTrace
 from ..errors import InvalidParameter
 from .paged_replay import DEFAULT_REQUESTS, replay
 from .plots.blocks import Contents, draw_blocks, request_colours
-from .plots.lanes import lanes
+from .plots.timelines import lanes
 from .sliders import Choice, Gallery, Slider, explore
 from .style import Picture, drawing
 

@@ -101,9 +101,8 @@ class Gallery:
 
     @property
     def alt(self) -> str:
-        return "\n".join(
-            f"{caption}: {picture!r}" for caption, picture in zip(self.captions, self.pictures, strict=True)
-        )
+        told = zip(self.captions, self.pictures, strict=True)
+        return "\n".join(f"{caption}: {picture!r}" for caption, picture in told)
 
     def png(self) -> bytes:
         """One PNG: as many side by side as the page is wide, then the next row."""
@@ -113,27 +112,22 @@ class Gallery:
         scale = SCREEN_DPI * SHARPNESS / 72
         font = ImageFont.truetype(f"{get_data_path()}/fonts/ttf/DejaVuSans-Bold.ttf", round(9.5 * scale))
         images = [Image.open(io.BytesIO(picture.png())).convert("RGBA") for picture in self.pictures]
-        strip, edge = round(24 * scale), round(4 * scale)
-        rows = _rows(
-            [(image.width, image.height + strip) for image in images], round(PAGE_WIDTH * SCREEN_DPI * SHARPNESS)
-        )
-        width = max(sum(w for w, _ in row) for row in rows)
-        whole = Image.new("RGBA", (width + 2 * edge, sum(max(h for _, h in row) for row in rows) + 2 * edge))
+        strip, edge, rim = round(24 * scale), round(4 * scale), round(5 * scale)
+        places, x, y, tall = [], edge, edge, 0
+        for image in images:
+            if x > edge and x + image.width - edge > PAGE_WIDTH * SCREEN_DPI * SHARPNESS:
+                x, y, tall = edge, y + tall, 0
+            places.append((x, y))
+            x, tall = x + image.width, max(tall, image.height + strip)
+        width = max(x + image.width for (x, _), image in zip(places, images, strict=True)) + edge
+        whole = Image.new("RGBA", (width, y + tall + edge))
         pen = ImageDraw.Draw(whole)
         corner = (whole.width - 1, whole.height - 1)
         pen.rounded_rectangle(((0, 0), corner), radius=round(7 * scale), fill=CARD, outline=CARD_EDGE, width=2)
-        parts = iter(zip(images, self.captions, strict=True))
-        rim = round(5 * scale)  # the edge of each picture's own card, which is cut away
-        y = edge
-        for row in rows:
-            x = edge
-            for _ in row:
-                image, caption = next(parts)
-                pen.text((x + round(11 * scale), y + strip // 2), caption, font=font, fill=INK, anchor="lm")
-                inner = image.crop((rim, rim, image.width - rim, image.height - rim))
-                whole.paste(inner, (x + rim, y + strip))
-                x += image.width
-            y += max(height for _, height in row)
+        for image, caption, (x, y) in zip(images, self.captions, places, strict=True):
+            pen.text((x + round(11 * scale), y + strip // 2), caption, font=font, fill=INK, anchor="lm")
+            inner = image.crop((rim, rim, image.width - rim, image.height - rim))  # without the edge of its own card
+            whole.paste(inner, (x + rim, y + strip))
         buffer = io.BytesIO()
         whole.save(buffer, "png")
         return smaller_png(buffer.getvalue())
@@ -145,17 +139,6 @@ class Gallery:
 
     def __repr__(self) -> str:
         return self.alt
-
-
-def _rows(sizes: Sequence[tuple[int, int]], page: int) -> list[list[tuple[int, int]]]:
-    """The sizes (width, height), in order, in rows that are at most `page` wide."""
-    rows: list[list[tuple[int, int]]] = []
-    for size in sizes:
-        if rows and sum(w for w, _ in rows[-1]) + size[0] <= page:
-            rows[-1].append(size)
-        else:
-            rows.append([size])
-    return rows
 
 
 def gallery(draw: Draw, controls: Mapping[str, Slider | Choice], positions: Sequence[Mapping[str, Any]]) -> Gallery:

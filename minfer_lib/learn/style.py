@@ -42,6 +42,12 @@ ENGINE_COLOURS = {
     "naive": "#7a8392",
 }
 ENGINE_MARKERS = {"yours": "X", "fast": "*", "paged": "D", "int8": "^", "slots": "s", "cached": "o", "naive": "v"}
+PART_COLOURS = {  # of what takes memory or is moved, in the order in which it is stacked
+    "weights": WEIGHTS, "layers": WEIGHTS, "int8 weights": ENGINE_COLOURS["int8"],
+    "int8 layers": ENGINE_COLOURS["int8"], "embedding": DATA, "head": "#8fae8b", "KV cache": KV_CACHE,
+    "activations": ACTIVATIONS, "fp copy written": "#b78fa0", "fp copy read": "#d3bac5",
+    "read blocks": KV_CACHE, "write copy": "#b78fa0", "read copy": "#d3bac5",
+}  # fmt: skip
 PEER_FILL, PEER_MARKER = "#ffffff", "P"
 
 SCREEN_DPI = 96  # CSS pixels per inch: a figure 7 inches wide takes 672 pixels of the page

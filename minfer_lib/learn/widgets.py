@@ -20,7 +20,7 @@ from ..models.shapes import SHAPES, shape_config
 from . import plots
 from .block_replay import block_map
 from .outliers import outlier_explorer
-from .plots.lanes import account, lanes
+from .plots.timelines import account, lanes
 from .sliders import Choice, Gallery, Slider, explore
 from .streams import stream_side_by_side
 from .style import Picture, format_bytes
@@ -107,21 +107,14 @@ def sampling_explorer(
     for token in before.topk(min(8, len(logits))).indices.tolist():
         named[token] = text(token)
 
-    def draw(temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float) -> Picture:
-        params = SamplingParams(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
-        )
-        after = next_token_distribution(logits, params, seen)
-        unfiltered = next_token_distribution(
-            logits, SamplingParams(temperature=temperature, repetition_penalty=repetition_penalty), seen
-        )
+    def draw(temperature: float, repetition_penalty: float, **filters: float) -> Picture:
+        shaped = {"temperature": temperature, "repetition_penalty": repetition_penalty}
+        unfiltered, after = (next_token_distribution(logits, SamplingParams(**shaped, **extra), seen)
+                             for extra in ({}, filters))  # fmt: skip
         kept = int((after > 0).sum())
-        title = None if kept == len(after) else (
-            f"{kept:,} of {len(after):,} kept; unfiltered: {float(unfiltered[after > 0].sum()):.1%}"
-        )  # fmt: skip
-        return plots.filtered_bars(
-            named, before.tolist(), after.tolist(), most=8, width=4.7, longest=1.0, title=title
-        )  # fmt: skip
+        held = float(unfiltered[after > 0].sum())
+        title = None if kept == len(after) else f"{kept:,} of {len(after):,} kept; unfiltered: {held:.1%}"
+        return plots.filtered_bars(named, before.tolist(), after.tolist(), most=8, width=4.7, longest=1.0, title=title)
 
     return explore(
         draw,
@@ -130,13 +123,9 @@ def sampling_explorer(
         top_p=Slider(0.05, 1.0, 0.05, 1.0),
         min_p=Slider(0.0, 0.5, 0.01, 0.0),
         repetition_penalty=Slider(1.0, 2.0, 0.05, 1.0, "repetition penalty"),
-        positions=[
-            {"temperature": 0.5},
-            {"temperature": 1.5},
-            {"temperature": 1.5, "top_p": 0.9},
-            {"temperature": 1.5, "min_p": 0.1},
-        ],
-    )
+        positions=[{"temperature": 0.5}, {"temperature": 1.5}, {"temperature": 1.5, "top_p": 0.9},
+                   {"temperature": 1.5, "min_p": 0.1}],
+    )  # fmt: skip
 
 
 def next_token_distribution(logits: torch.Tensor, params: SamplingParams, seen: Collection[int] = ()) -> torch.Tensor:

@@ -4,12 +4,11 @@ Invariant: a function takes plain numbers and strings and returns a `style.Pictu
 last line of a cell. A headline states a finding only if it was computed from the data that was drawn.
 """
 
-from .attention import attention_mask, attention_weights, causal_mask, head_groups
+from .attention import attention_mask, attention_weights, cache_fill, causal_mask, head_groups, recomputed_keys
 from .batching import packed_row, static_batch_waste
 from .block_life import block_life, kv_waste
 from .block_tables import block_table
 from .blocks import block_map
-from .caches import cache_fill, recomputed_keys
 from .channels import channel_ranges, feature_peaks, smoothing_effect
 from .comparison import latency_spread, memory_of_engines, throughput_ladder
 from .decomposition import decomposition

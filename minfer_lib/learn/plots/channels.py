@@ -50,7 +50,7 @@ def channel_ranges(weight: Any, *, title: str | None = None) -> Picture:
                    color=SOFT_INK)  # fmt: skip
     used = STEPS * peaks / largest if largest else np.zeros_like(peaks)
     y = peaks[chosen] + (0.14 if peaks[chosen] < 0.75 * largest else -0.1) * largest
-    right.text(rank, y, f"channel {chosen}: {used[chosen]:.0f} steps", ha="center", size=9, color=darker(OURS))
+    right.text(1.14 * rank, y, f"channel {chosen}: {used[chosen]:.0f} steps", ha="right", size=9, color=darker(OURS))
     right.set_xlim(0, max(1, len(peaks) - 1))
     right.set_ylim(0, largest * 1.14 or 1.0)
     right.set_xlabel("output channels, sorted")

@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 
 from ...errors import InvalidParameter
 from ..style import INK, SOFT_INK, UNUSED, Picture, colour_of, drawing
-from .lanes import lanes
 from .parts import arrow, board, box, finished, tile
 from .profile import DECODE_COLOUR, PREFILL_COLOUR
+from .timelines import lanes
 from .tokens import visible
 
 if TYPE_CHECKING:

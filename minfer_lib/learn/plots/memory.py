@@ -15,7 +15,6 @@ from ..style import (
     ACTIVATIONS,
     ALERT,
     CARD,
-    DATA,
     INK,
     KV_CACHE,
     SOFT_INK,
@@ -31,10 +30,8 @@ from ..style import (
     quiet,
 )  # fmt: skip
 from .labels import label_points
-from .parts import CARD_BEHIND, COUNT, finished, key, spread, stacked
+from .parts import CARD_BEHIND, COUNT, balanced, finished, key, part_colours, stacked
 
-PART_COLOURS = {"weights": WEIGHTS, "KV cache": KV_CACHE, "activations": ACTIVATIONS}
-OTHER_PARTS = (DATA, "#9aa3ad", "#b78fa0")
 MEMORY_FILL, COMPUTE_FILL = "#e3eef5", "#f6ecd9"
 
 
@@ -51,9 +48,7 @@ def memory_stack(
     budgets = dict(budgets or {})
     totals = {label: sum(parts.values()) for label, parts in rows.items()}
     end = max([*totals.values(), *budgets.values(), scale])
-    others = iter(OTHER_PARTS)
-    names = dict.fromkeys(part for parts in rows.values() for part in parts)
-    colours = {name: PART_COLOURS.get(name) or next(others, DATA) for name in names}
+    colours = part_colours(rows)
     figure, ax = canvas(7.0, 1.35 + 0.42 * len(rows))
     stacked(ax, rows, colours, format_bytes, end * 1.15)
     first = min(list(budgets.values())[:1], default=np.inf)
@@ -69,7 +64,7 @@ def memory_stack(
                 ha="right" if at_the_end else "left")  # fmt: skip
     _bytes_axis(ax.xaxis, end)
     quiet(ax, grid="x", spines=("bottom",))
-    if len(names) > 1:
+    if len(colours) > 1:
         key(figure, colours)
     caption = f"{sum(total <= first for total in totals.values())} of {len(rows)} fit ({next(iter(budgets), '')})"
     alt = "memory: " + "; ".join(f"{label} {format_bytes(total)}" for label, total in totals.items())
@@ -87,7 +82,7 @@ def kv_growth(
     figure, ax = canvas(7.0, 3.4)
     end, (least, most) = float(max(lengths)), (min(bytes_per_token.values()), max(bytes_per_token.values()))
     colours = (KV_CACHE, WEIGHTS, "#b78fa0", ACTIVATIONS)
-    heights = spread([size * end for size in bytes_per_token.values()], most * end * 0.17)
+    heights = balanced([size * end for size in bytes_per_token.values()], most * end * 0.17)
     beside = {"textcoords": "offset points", "va": "center"}
     for (label, size), colour, height in zip(bytes_per_token.items(), colours, heights, strict=False):
         ax.plot([0, end], [0, end * size], color=colour)

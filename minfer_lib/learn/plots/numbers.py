@@ -126,13 +126,11 @@ def matrix_steps(matrix: Any, quantized: Quantized, *, title: str | None = None)
     rows, columns = values.shape
     scales = plain(quantized.scale).ravel()
     zeros = None if quantized.zero_point is None else plain(quantized.zero_point).ravel()
-    side, beside = 0.46, 0.68 if zeros is None else 0.95  # inches
-    gap, margin = 0.22, 0.2
-    two_rows = 4 * columns * side + beside + 3 * gap + 2 * margin > 9.5
-    across = 2 if two_rows else 4
-    width = across * columns * side + beside + (across - 1) * gap + 2 * margin
-    block = (rows * 0.36 + 0.42) / 0.36  # rows of squares that a table takes, its name included
-    figure, ax = canvas(max(width, 4.8), 0.6 + 0.36 * block * (2 if two_rows else 1))
+    beside = 1.5 if zeros is None else 2.1  # squares that the scales take
+    across = 4 if 4 * columns + beside < 19 else 2
+    width = max(0.46 * (across * columns + beside + 0.5 * across) + 0.2, 4.8)
+    block = rows + 1.17  # squares that a table takes, its name included
+    figure, ax = canvas(width, 0.6 + 0.36 * block * 4 / across)
     signed = LinearSegmentedColormap.from_list("signed", [DATA, CARD, colour_of("int8")])
     wrong = LinearSegmentedColormap.from_list("wrong", [CARD, ALERT])
     digits = _decimals(values)
@@ -144,7 +142,7 @@ def matrix_steps(matrix: Any, quantized: Quantized, *, title: str | None = None)
     )
     left, top = 0.0, 0.0
     for n, (name, table, text, shade, largest) in enumerate(tables):
-        if n == 2 and two_rows:
+        if n == across:
             left, top = 0.0, block
         ax.text(left, top - 0.22, name, ha="left", va="bottom", size=9.5, weight="bold")
         for (row, column), value in np.ndenumerate(table):
@@ -152,18 +150,14 @@ def matrix_steps(matrix: Any, quantized: Quantized, *, title: str | None = None)
             fill = to_hex(shade(0.5 + 0.4 * amount if shade is signed else 0.6 * abs(amount)))
             shown = "0" if value == 0 else text(value) if text(value).strip("+-0.") else text(0.0).lstrip("+")
             tile(ax, left + column, top + row, fill, shown, size=8.5 if len(shown) < 6 else 7.5, gap=(0.03, 0.04))
-        left += columns
+        left += columns + 0.5
         if name == "codes":
-            for row in range(rows) if len(scales) == rows and rows > 1 else (None,):
-                y = top + (rows / 2 if row is None else row + 0.5)
-                label = f"× {scales[row or 0]:.3g}"
-                if zeros is not None:
-                    zero = zeros[row or 0]
-                    label = f"{'−' if zero >= 0 else '+'} {abs(zero):.0f}\n{label}"
-                ax.text(left + 0.12, y, label, ha="left", va="center", size=8.5, color=INK)
-            left += beside / side
-        left += gap / side
-    ax.set_xlim(-margin / side, (max(width, 4.8) - margin) / side - 0.5)
+            for row, scale in enumerate(scales):
+                y = top + (row + 0.5 if len(scales) == rows else rows / 2)
+                shift = "" if zeros is None else f"{'−' if zeros[row] >= 0 else '+'} {abs(zeros[row]):.0f}\n"
+                ax.text(left - 0.38, y, f"{shift}× {scale:.3g}", ha="left", va="center", size=8.5, color=INK)
+            left += beside
+    ax.set_xlim(-0.4, width / 0.46 - 0.9)
     ax.set_ylim(top + rows + 0.15, -0.85)
     ax.axis("off")
     share = float(np.sqrt((errors**2).mean()) / (np.sqrt((values**2).mean()) or 1.0))

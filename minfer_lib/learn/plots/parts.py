@@ -5,6 +5,7 @@ Invariant: nothing here knows what a picture is about; colours and texts are han
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 
-from ..style import CARD, INK, SOFT_INK, Picture, canvas, headline, on_colour, quiet
+from ..style import CARD, INK, PART_COLOURS, SOFT_INK, Picture, canvas, headline, on_colour, quiet
 
 COUNT = "{x:,.0f}"  # how an axis writes whole numbers
 CARD_BEHIND = {"facecolor": CARD, "edgecolor": "none", "pad": 0.8}  # of a text that a line may run through
@@ -65,6 +66,14 @@ def told_bars(ax: Axes, bars: Mapping[str, tuple[float, Look]], text: Callable[[
         ax.text(value + 0.012 * longest, row, text(value), va="center", size=9)
     bar_rows(ax, list(bars))
     ax.set_xlim(0, longest * (1 + room))
+
+
+def part_colours(rows: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+    """The colour of each part of the rows, in the order of `PART_COLOURS`, then the others as they come."""
+    others = itertools.cycle(("#9aa3ad", "#b78fa0", "#d3bac5"))
+    names = dict.fromkeys(part for parts in rows.values() for part in parts)
+    known = {name: colour for name, colour in PART_COLOURS.items() if name in names}
+    return known | {name: next(others) for name in names if name not in known}
 
 
 def stacked(
@@ -130,14 +139,6 @@ def arrow(ax: Axes, *points: tuple[float, float], colour: str = SOFT_INK) -> Non
     ax.plot(xs, ys, color=colour, linewidth=1.3, solid_capstyle="butt")
     ax.add_patch(FancyArrowPatch(points[-2], points[-1], arrowstyle="-|>", mutation_scale=10, color=colour,
                                  linewidth=1.3, shrinkA=0, shrinkB=0))  # fmt: skip
-
-
-def spread(values: Sequence[float], gap: float) -> list[float]:
-    """The values moved apart, upwards and in their order, until neighbours are `gap` from each other (for labels)."""
-    result, last = list(values), -np.inf
-    for index in np.argsort(values, kind="stable"):
-        last = result[index] = max(values[index], last + gap)
-    return result
 
 
 def balanced(values: Sequence[float], gap: float) -> list[float]:

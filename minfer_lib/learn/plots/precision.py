@@ -12,47 +12,15 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from ..style import (
-    ACTIVATIONS,
-    ALERT,
-    DATA,
-    INK,
-    KV_CACHE,
-    PEER_FILL,
-    SOFT_INK,
-    WEIGHTS,
-    Picture,
-    canvas,
-    colour_of,
-    drawing,
-    format_bytes,
-    quiet,
-)
-from .parts import CARD_BEHIND, bar_rows, finished, fitting, key, stacked
+from ..style import ALERT, DATA, INK, PEER_FILL, SOFT_INK, Picture, canvas, colour_of, drawing, format_bytes, quiet
+from .parts import CARD_BEHIND, bar_rows, finished, fitting, key, part_colours, stacked
 
 OURS = colour_of("int8")
 LIGHTER = "#e9b878"  # a second way of int8 beside the first
-PART_COLOURS = {
-    "weights": WEIGHTS, "layers": WEIGHTS, "int8 weights": OURS, "int8 layers": OURS, "embedding": DATA,
-    "head": "#8fae8b", "KV cache": KV_CACHE, "activations": ACTIVATIONS,
-    "fp copy written": "#b78fa0", "fp copy read": "#d3bac5",
-    "read blocks": KV_CACHE, "write copy": "#b78fa0", "read copy": "#d3bac5",
-}  # fmt: skip
-OTHER_PARTS = ("#b78fa0", "#d3bac5", DATA, "#9aa3ad")
-
-Parts = Mapping[str, Mapping[str, float]]
-
-
-def _parts(rows: Parts) -> dict[str, str]:
-    """The colour of each part of the rows, in the order above, then the others as they come."""
-    names = list(dict.fromkeys(part for parts in rows.values() for part in parts))
-    others = iter(OTHER_PARTS)
-    known = [name for name in PART_COLOURS if name in names]
-    return {name: PART_COLOURS.get(name) or next(others, DATA) for name in dict.fromkeys([*known, *names])}
 
 
 @drawing
-def bytes_moved(rows: Parts, *, title: str | None = None) -> Picture:
+def bytes_moved(rows: Mapping[str, Mapping[str, float]], *, title: str | None = None) -> Picture:
     """What each way of computing something moves between memory and processor: {"bf16": {"weights": bytes}, ...}.
 
     A stacked bar for each way, its total behind it with the ratio to the first way.
@@ -60,13 +28,13 @@ def bytes_moved(rows: Parts, *, title: str | None = None) -> Picture:
     totals = {name: float(sum(parts.values())) for name, parts in rows.items()}
     end, first = max(totals.values()), next(iter(totals))
     figure, ax = canvas(7.0, 1.2 + 0.42 * len(rows))
-    stacked(ax, rows, _parts(rows), format_bytes, end)
+    stacked(ax, rows, part_colours(rows), format_bytes, end)
     ratios = {name: total / totals[first] for name, total in totals.items()}
     for y, (name, total) in enumerate(totals.items()):
         ratio = "" if name == first else f", {ratios[name]:.3g}×"
         ax.text(total + end * 0.012, y, format_bytes(total) + ratio, va="center", size=9)
     ax.set_xlim(0, end * 1.27)
-    key(figure, _parts(rows), ncols=6, columnspacing=1.1, handlelength=1.3)
+    key(figure, part_colours(rows), ncols=6, columnspacing=1.1, handlelength=1.3)
     least = min(ratios, key=ratios.__getitem__)
     compared = "; ".join(f"{name}: {ratio:.3g}×" for name, ratio in ratios.items() if name != first)
     found = f"“{least}” moves {ratios[least]:.3g}× the bytes of “{first}”"
@@ -77,7 +45,7 @@ def bytes_moved(rows: Parts, *, title: str | None = None) -> Picture:
 
 
 @drawing
-def memory_budget(rows: Parts, *, budget: float = 8e9, title: str | None = None) -> Picture:
+def memory_budget(rows: Mapping[str, Mapping[str, float]], *, budget: float = 8e9, title: str | None = None) -> Picture:
     """What fills the memory, {"bf16": {"layers": bytes, "embedding": bytes, ...}, ...}, against `budget` bytes.
 
     Behind each bar its total and what is left of the budget, or how much is missing; GB are 10^9 bytes.
@@ -85,7 +53,7 @@ def memory_budget(rows: Parts, *, budget: float = 8e9, title: str | None = None)
     totals = {name: float(sum(parts.values())) for name, parts in rows.items()}
     end = max(*totals.values(), budget)
     figure, ax = canvas(7.0, 1.55 + 0.42 * len(rows))
-    stacked(ax, rows, _parts(rows), lambda size: f"{size / 1e9:.2f}", end)
+    stacked(ax, rows, part_colours(rows), lambda size: f"{size / 1e9:.2f}", end)
     for y, total in enumerate(totals.values()):
         left = budget - total
         rest = abs(budget / 1e9 - round(total / 1e9, 2))  # what is written adds up
@@ -101,7 +69,7 @@ def memory_budget(rows: Parts, *, budget: float = 8e9, title: str | None = None)
     ax.set_xticks([tick * 1e9 for tick in ticks], [f"{tick:g}" for tick in ticks])
     ax.set_xlabel("GB (10⁹ bytes)")
     quiet(ax, grid="x", spines=("bottom",))
-    key(figure, _parts(rows), ncols=6, columnspacing=1.1, handlelength=1.3)
+    key(figure, part_colours(rows), ncols=6, columnspacing=1.1, handlelength=1.3)
     fits = sum(total <= budget for total in totals.values())
     caption = f"{fits} of {len(rows)} {'fits' if fits == 1 else 'fit'} in {budget / 1e9:g} GB"
     alt = f"{caption}: " + "; ".join(f"{name} {total / 1e9:.2f} GB" for name, total in totals.items())

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
 
 from ...errors import InvalidParameter
 from ..style import FAINT, GROUP_COLOURS, INK, SOFT_INK, Picture, canvas, darker, drawing, quiet
@@ -67,7 +66,13 @@ def draw_merged(
     span = (high - low) or 1.0
     above.bar(places, whole, width=0.8, color=of_bar)
     above.axhline(0, color=SOFT_INK, linewidth=0.8)
-    _notes(above, begins, colours, maxima, sums, factors, high, span)
+    for (begin, end), colour, top, own, factor in zip(begins, colours, maxima, sums, factors, strict=True):
+        number = "-inf" if top == -math.inf else f"{top:.3g}"
+        largest = f"{'+' if max(maxima) < 0 else '-'} {abs(max(maxima)):.3g}"
+        power = f" = exp({number} {largest})" if len(parts) < 4 else ""
+        for n, line in enumerate((f"max {number}", f"sum {own:.3g}", f"× {factor:.3g}{power}")):
+            above.text((begin + end) / 2, high + (0.6 - 0.17 * n) * span, line, ha="center", va="center", size=8.5,
+                       color=darker(colour, 0.5), weight="bold" if n == 2 else "normal")  # fmt: skip
     above.set_ylim(low - 0.06 * span, high + 0.72 * span)
     above.set_yticks([tick for tick in above.get_yticks() if low - 0.06 * span <= tick <= high + 0.05 * span])
     above.set_ylabel("score", y=max(0.15, (0.5 * (high - low) + 0.06 * span) / (1.78 * span)))
@@ -89,17 +94,3 @@ def draw_merged(
     verdict = "are those of one softmax" if difference <= 1e-12 else f"are off by up to {difference:.2g}"
     found = f"{'Merged from' if given is None else 'By your merge of'} {counts} {verdict}"
     return finished(figure, found, title, f"{found}; factors " + ", ".join(f"{factor:.3g}" for factor in factors))
-
-
-def _notes(
-    ax: Axes, begins: Sequence[tuple[float, float]], colours: Sequence[str], maxima: Sequence[float],
-    sums: Sequence[float], factors: Sequence[float], high: float, span: float,
-) -> None:  # fmt: skip
-    """Three lines above each part; with few parts the factor is written out."""
-    largest = max(maxima)
-    for (begin, end), colour, top, own, factor in zip(begins, colours, maxima, sums, factors, strict=True):
-        number = "-inf" if top == -math.inf else f"{top:.3g}"
-        power = f" = exp({number} {'+' if largest < 0 else '-'} {abs(largest):.3g})" if len(maxima) < 4 else ""
-        for n, line in enumerate((f"max {number}", f"sum {own:.3g}", f"× {factor:.3g}{power}")):
-            ax.text((begin + end) / 2, high + (0.6 - 0.17 * n) * span, line, ha="center", va="center", size=8.5,
-                    color=darker(colour, 0.5), weight="bold" if n == 2 else "normal")  # fmt: skip

@@ -22,7 +22,7 @@ from ..style import (
     line_style,
     quiet,
 )
-from .parts import COUNT, balanced, finished, spread, told_bars
+from .parts import COUNT, balanced, finished, told_bars
 
 LEADER = {"arrowstyle": "-", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2}  # a name to its curve
 
@@ -56,7 +56,7 @@ def step_times(
         ax.plot(grid, curve(grid), color=style["color"], linewidth=2.0)
         ends.append(float(curve(x.max())))
         notes.append(_formula(curve.convert().coef))
-    top, heights = tall * 1.08, spread(ends, tall * 0.15)
+    top, heights = tall * 1.08, balanced(ends, tall * 0.15)
     beside = {"textcoords": "offset points", "va": "center"}
     for (name, (lengths, _)), height, note in zip(series.items(), heights, notes, strict=True):
         is_short = max(lengths) < 0.7 * far  # such a cloud leaves room for its name where it ends
