@@ -188,6 +188,6 @@ define SCORE
 import json, pathlib
 for path in sorted(pathlib.Path("mutants").rglob("*.meta")):
     codes = json.loads(path.read_text())["exit_code_by_key"].values()
-    print(f"{sum(code not in (0, 33) for code in codes):5d} of {len(codes):4d} noticed   {path.relative_to('mutants').with_suffix('')}")
+    print(f"{sum(code not in (None, 0, 33) for code in codes):5d} of {len(codes):4d} noticed   {path.relative_to('mutants').with_suffix('')}")
 endef
 export SCORE
