@@ -387,6 +387,14 @@ def test_a_step_costs_the_same_however_many_wait():
     assert calls[1] <= calls[0] + 5 * 4 * 10  # but for the depth of a search in the queue
 
 
+def test_answers_to_one_prompt_have_a_slot_each():
+    loop = Loop("slots", blocks=3, seqs=3)
+    answers = requests("r", 3, 4, n=3)
+    loop.add(answers)
+    loop.run()
+    assert [len(answer.token_ids) for answer in answers] == [4, 4, 4] and loop.scheduler.stats.forked_tokens == 0
+
+
 @pytest.mark.parametrize("kind", ["slots", "paged"])
 def test_all_that_are_more_urgent_join_before_who_runs(kind: str):
     loop = Loop.ample(kind, seqs=4)
