@@ -243,6 +243,9 @@ def test_bytes_are_stacked_and_compared_with_the_first_way():
     assert sum(bar.get_width() for bar in figure.axes[0].patches) == (54 + 135 + 27) * MIB
     assert head(figure) == "Bytes against bf16: int8, dequantised first: 2.5×; int8, fused: 0.5×"
     assert {"135 MiB, 2.5×", "27.0 MiB, 0.5×"} <= set(texts_of(figure))
+    two = plots.bytes_moved({name: MOVED[name] for name in ("bf16", "int8, dequantised first")})
+    assert head(two) == "“int8, dequantised first” moves 2.5× the bytes of “bf16”"
+    assert plots.bytes_moved({"bf16": MOVED["bf16"]}).alt == "bytes moved: bf16 54.0 MiB"
 
 
 def test_the_fastest_way_is_named_at_each_number_of_rows():

@@ -22,7 +22,7 @@ WORDS = ["<|im_start|>", "user", "\n", "The", " cat", " cost", " $", "5", " é",
 
 EXAMPLES = {
     "token_boxes": lambda: plots.token_boxes(WORDS * 3, list(range(1, 40)), special=[1]),
-    "token_boxes without ids": lambda: plots.token_boxes(["The", " cat"]),
+    "token_boxes, two": lambda: plots.token_boxes(["The", " cat"], [504, 2644]),
     "top_tokens": lambda: plots.top_tokens(WORDS, [0.4, 0.2, 0.1, 0.05, 0.0004] + [0.01] * 8, chosen=0),
     "filtered_bars, narrow": lambda: plots.filtered_bars(WORDS[:4], BEFORE, [1.0, 0, 0, 0], width=4.7),
     "filtered_bars, top_p": lambda: plots.filtered_bars(

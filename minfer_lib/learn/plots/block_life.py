@@ -110,7 +110,7 @@ def kv_waste(rows: Mapping[str, Mapping[str, float]], *, title: str | None = Non
     apart (external fragmentation). free: what the next request can have. Raises `InvalidParameter` for other kinds.
     """
     kinds = {"tokens": KV_CACHE, "unfilled": UNFILLED, "idle": SET_ASIDE, "free": EMPTY}
-    names = {"tokens": "hold tokens", "unfilled": "owned, unfilled", "idle": "free, but of no use", "free": "free"}
+    names = dict(zip(kinds, ("hold tokens", "owned, unfilled", "free, but of no use", "free"), strict=True))
     for label, parts in rows.items():
         if unknown := sorted(set(parts) - set(kinds)):
             raise InvalidParameter(

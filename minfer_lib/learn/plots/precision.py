@@ -35,11 +35,12 @@ def bytes_moved(rows: Mapping[str, Mapping[str, float]], *, title: str | None = 
         ax.text(total + end * 0.012, y, format_bytes(total) + ratio, va="center", size=9)
     ax.set_xlim(0, end * 1.27)
     key(figure, part_colours(rows), ncols=6, columnspacing=1.1, handlelength=1.3)
-    least = min(ratios, key=ratios.__getitem__)
-    compared = "; ".join(f"{name}: {ratio:.3g}×" for name, ratio in ratios.items() if name != first)
-    found = f"“{least}” moves {ratios[least]:.3g}× the bytes of “{first}”"
-    if len(rows) != 2 and compared:
-        found = fitting(f"Bytes against {first}: {compared}", found)
+    others = [name for name in rows if name != first]
+    found = "; ".join(f"{name}: {ratios[name]:.3g}×" for name in others)
+    if others:
+        least = min(others, key=ratios.__getitem__)
+        short = f"“{least}” moves {ratios[least]:.3g}× the bytes of “{first}”"
+        found = fitting(f"Bytes against {first}: {found}", short) if len(others) > 1 else short
     alt = "bytes moved: " + "; ".join(f"{name} {format_bytes(total)}" for name, total in totals.items())
     return finished(figure, found, title, alt)
 

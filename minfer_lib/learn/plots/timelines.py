@@ -7,12 +7,10 @@ knows it: the last recorded step is taken as the end of those in it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 from matplotlib.collections import PolyCollection
 from matplotlib.ticker import MaxNLocator
 
@@ -104,50 +102,39 @@ def gantt(steps: Sequence[StepTrace], *, upto: int | None = None, title: str | N
     """
     run = lanes(steps)
     caption = account(run, steps, upto) if upto is not None else summary(run, steps)
-    begins = np.arange(len(steps)) + 0.5
-    ends = begins + 1.0
     height = 0.27 if len(run) <= 16 else max(0.15, 5.2 / len(run))
-    width = 8.4
-    figure, ax = canvas(width, 1.35 + height * len(run))
-    per_step = (width - 1.1) * 72 / len(steps)  # points
+    figure, ax = canvas(8.4, 1.35 + height * len(run))
+    per_step = 525 / len(steps)  # points
     apart = 0.0 if per_step < 4.0 else min(0.12, 0.7 / per_step)  # a hair between steps that can be told apart
     size = 7.5 if height > 0.2 else 6.5
     bars: dict[tuple[str, bool], list[list[tuple[float, float]]]] = {}
-
-    def bar(colour: str, step: int, left: float, right: float, y: float, half: float) -> None:
-        corners = [(left, y - half), (right, y - half), (right, y + half), (left, y + half)]
-        bars.setdefault((colour, upto is not None and step > upto), []).append(corners)
-
     for y, lane in enumerate(run.values()):
-        for step in lane.waited:
-            until = begins[step] if step < len(steps) else ends[step - 1]
-            bar(WAITS_COLOUR, step, begins[step - 1], until, y, 0.13)
-        served = [step for step, _, _ in lane.chunks]
-        for step, following in itertools.pairwise(served):  # it ran, and had no token in the steps between
-            if following > step + 1:
-                bar(FAINT, step + 1, ends[step - 1], begins[following - 1], y, 0.06)
-        for step, tokens, decodes in lane.chunks:
-            left, right = begins[step - 1], ends[step - 1]
-            bar(DECODE_COLOUR if decodes else PREFILL_COLOUR, step, left, right - apart, y, 0.37)
+        served = {step: (tokens, decodes) for step, tokens, decodes in lane.chunks}
+        for step in range(min([*served, *lane.waited]), lane.last + 1):
             later = upto is not None and step > upto
-            if not decodes and not later and per_step > 0.68 * size * len(str(tokens)):
-                ax.text((left + right) / 2, y + 0.03, str(tokens), ha="center", va="center", size=size,
-                        color=on_colour(PREFILL_COLOUR))  # fmt: skip
-        if lane.chunks and lane.last == lane.chunks[-1][0] and (upto is None or lane.last <= upto):
-            end = ends[lane.last - 1]
-            ax.plot([end, end], [y - 0.42, y + 0.42], color=INK, linewidth=1.3, solid_capstyle="butt", zorder=3)
-    for (colour, later), corners in bars.items():
+            tokens, decodes = served.get(step, (0, False))
+            colour, half = DECODE_COLOUR if decodes else PREFILL_COLOUR, 0.37
+            if not tokens:  # it waits, or it has begun and has no token in this step
+                colour, half = (WAITS_COLOUR, 0.13) if step in lane.waited else (FAINT, 0.06)
+            elif not decodes and not later and per_step > 0.68 * size * len(str(tokens)):
+                ax.text(step, y + 0.03, str(tokens), ha="center", va="center", size=size, color=on_colour(colour))
+            x0, x1 = step - 0.5, step + 0.5 - (apart if tokens else 0.0)
+            corners = [(x0, y - half), (x1, y - half), (x1, y + half), (x0, y + half)]
+            bars.setdefault((colour, later), []).append(corners)
+        if lane.last in served and (upto is None or lane.last <= upto):
+            ax.plot([lane.last + 0.5] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.3, zorder=3)
+    for (colour, later), shapes in bars.items():
         faded = 0.25 if later else 1.0
-        ax.add_collection(PolyCollection(corners, facecolors=colour, alpha=faded, linewidths=0), autolim=False)
+        ax.add_collection(PolyCollection(shapes, facecolors=colour, alpha=faded, linewidths=0), autolim=False)
     if upto is not None:
-        ax.axvspan(begins[upto - 1], ends[upto - 1], facecolor="none", edgecolor=INK, linewidth=1.2, zorder=4)
+        ax.axvspan(upto - 0.5, upto + 0.5, facecolor="none", edgecolor=INK, linewidth=1.2, zorder=4)
     names, every = [lane.name for lane in run.values()], 1 if len(run) <= 40 else 5
     ax.set_yticks(range(0, len(names), every), names[::every], size=8.5 if height > 0.2 else 7.5)
     ax.set_ylabel("request")
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.tick_params(axis="y", length=0)
     quiet(ax, spines=("bottom",))
-    ax.set_xlim(begins[0] - 0.002 * len(steps), ends[-1] + 0.006 * len(steps))
+    ax.set_xlim(0.5 - 0.002 * len(steps), len(steps) + 0.5 + 0.006 * len(steps))
     ax.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     ax.set_xlabel("step")
     key(figure, {"waits": WAITS_COLOUR, "prefill, in tokens": PREFILL_COLOUR, "decode, one token": DECODE_COLOUR,

@@ -35,32 +35,30 @@ def visible(piece: str, limit: int = 24) -> str:
 
 @drawing
 def token_boxes(
-    pieces: Sequence[str], ids: Sequence[int] | None = None, *, special: Collection[int] = (), title: str | None = None
+    pieces: Sequence[str], ids: Sequence[int], *, special: Collection[int] = (), title: str | None = None
 ) -> Picture:
     """Text cut into tokens: a coloured box for each piece, its id below, broken into lines as text is.
 
     `special` are ids that stand for no text (they are drawn grey). `pieces` and `ids` are of equal length.
     """
     labels = [visible(piece) or "∅" for piece in pieces]
-    numbers = [""] * len(labels) if ids is None else [str(i) for i in ids]
-    line_width, gap, advance = 76.0, 0.7, 1.0  # in characters of the monospaced font
+    line_width, gap, row_height = 76.0, 0.7, 0.6  # in characters of the monospaced font; inches
     boxes: list[tuple[float, int, float]] = []
     x, line = 0.0, 0
-    for label, number in zip(labels, numbers, strict=True):
-        width = max(len(label) * advance, len(number) * advance * 0.8) + 1.0
+    for label, number in zip(labels, ids, strict=True):
+        width = max(len(label), len(str(number)) * 0.8) + 1.0
         if x and x + width > line_width:
             x, line = 0.0, line + 1
         boxes.append((x, line, width))
         x += width + gap
     lines = line + 1
-    row_height = 0.36 if ids is None else 0.60  # inches
-    figure, ax = canvas(7.0, (0.62 if ids is None else 0.50) + row_height * lines)
+    figure, ax = canvas(7.0, 0.5 + row_height * lines)
     ax.set_xlim(0, line_width)
     ax.set_ylim(-row_height * lines, 0)
     ax.axis("off")
-    for n, ((left, row, width), label, number) in enumerate(zip(boxes, labels, numbers, strict=True)):
+    for n, ((left, row, width), label, number) in enumerate(zip(boxes, labels, ids, strict=True)):
         top = -row * row_height
-        is_special = ids is not None and ids[n] in special
+        is_special = number in special
         ax.add_patch(FancyBboxPatch(
             (left, top - 0.28), width, 0.26, boxstyle="round,pad=0,rounding_size=0.05", mutation_aspect=1,
             facecolor=SPECIAL_FILL if is_special else BOX_FILLS[n % len(BOX_FILLS)],
@@ -68,8 +66,8 @@ def token_boxes(
         ))  # fmt: skip
         middle = {"x": left + width / 2, "ha": "center", "va": "center", "family": "monospace"}
         ax.text(y=top - 0.155, s=label, size=9.5, **middle)
-        ax.text(y=top - 0.40, s=number, size=7.5, color=SOFT_INK, **middle)
-    characters = sum(len(p) for n, p in enumerate(pieces) if ids is None or ids[n] not in special)
+        ax.text(y=top - 0.40, s=str(number), size=7.5, color=SOFT_INK, **middle)
+    characters = sum(len(p) for n, p in enumerate(pieces) if ids[n] not in special)
     caption = f"{len(pieces)} tokens, {characters} characters"
     return finished(figure, caption, title, f"{len(pieces)} tokens: " + " | ".join(labels))
 
