@@ -116,7 +116,7 @@ def test_kernels_in_c_are_seen_and_left_as_they_were(tiny):
     wanted = {"int8_linear (C)": products.choose(True, "cpu") == "compiled",
               "paged_decode (C)": compiled_attention.why_not(torch.float32) is None}  # fmt: skip
     engine = LLMEngine(lm, "paged", max_num_seqs=2, max_model_len=256)
-    finders = {module: module._function for module in decomposition.C_KERNELS}
+    finders = {module: module.c_function for module in decomposition.C_KERNELS}
     stream = engine.stream([5] * 16)
     next(stream)
     events = decomposition._profiled(engine.step, lm.device)
@@ -125,7 +125,7 @@ def test_kernels_in_c_are_seen_and_left_as_they_were(tiny):
     layers = tiny.model.config.num_hidden_layers
     assert names.count("paged_decode (C)") == layers * wanted["paged_decode (C)"]
     assert (names.count("int8_linear (C)") >= 4 * layers) == wanted["int8_linear (C)"]
-    assert finders == {module: module._function for module in finders}
+    assert finders == {module: module.c_function for module in finders}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ import torch
 
 from minfer_lib import CachedEngine, LLMEngine, describe_int8, load_model, quantize_int8, save_int8
 from minfer_lib.bench import (
+    Cells,
     HFStaticBatch,
+    Result,
     cheaper,
     compare,
     decode_step_bytes,
@@ -28,11 +30,10 @@ from minfer_lib.bench import (
     weight_bytes_read,
 )
 from minfer_lib.bench.comparison import Measured, _row
-from minfer_lib.bench.draw import table
 from minfer_lib.bench.machine import weights_name
-from minfer_lib.bench.measurements import Measurements
 from minfer_lib.bench.metrics import measure
 from minfer_lib.bench.roofline import kv_token_bytes
+from minfer_lib.bench.tables import written
 from minfer_lib.errors import InvalidParameter, UnsupportedModel
 from minfer_lib.models.memory import measured_weight_bytes
 from minfer_lib.quant.linear import Int8Linear
@@ -113,19 +114,19 @@ def test_engines_over_the_same_other_weights_share_a_model(lm, monkeypatch):
 def test_the_ladder_says_of_int8_what_it_is(lm):
     found = ladder(lm, ["slots", "int8"], fixed_lengths(lm, 2, 8, 6), repeats=1, show=False)
     row = found.row("int8")
-    assert not found.warnings and found.row("slots").tokens == ""
+    assert found.row("slots").tokens == ""
     assert row.tokens == "same" or row.tokens.endswith("% until they part")
     assert [each.weights for each in found.rows] == ["float32", "int8 dynamic, rest float32"]
     assert row.floor_ms < found.row("slots").floor_ms
     assert any(note.startswith("int8: 14 layers in int8") and "kernel" in note for note in found.notes)
-    assert "weights" in [column.heading for column in table(found)[0]] and "in float32: " in found.title
+    assert "weights" in written(found)[0].columns and "in float32: " in found.title
 
 
 def test_rows_of_one_model_say_its_weights_once_in_the_title(lm):
     int8 = int8_of(lm)
     work = fixed_lengths(lm, 1, 4, 2)
     found = compare(LLMEngine(int8), CachedEngine(int8), workload=work, repeats=1, show=False)
-    assert "weights" not in [column.heading for column in table(found)[0]]
+    assert "weights" not in written(found)[0].columns
     assert found.title.startswith("tiny-random in int8 dynamic, rest float32: ")
     assert found.provenance["weights"] == "int8 dynamic, rest float32" and found.provenance["dtype"] == "float32"
     assert any(note.startswith("slots, cached: 14 layers in int8") for note in found.notes)
@@ -308,30 +309,29 @@ def test_bitsandbytes_has_a_name_too(lm):
     assert weights_name(cheaper.bitsandbytes(lm)) == "bitsandbytes int8, rest float32"
 
 
-def test_results_know_their_weights_from_a_file_and_older_files_are_read(lm, tmp_path):
+def test_results_know_their_weights_from_a_file(lm, tmp_path):
     found = compare(CachedEngine(lm), ("int8", CachedEngine(int8_of(lm))),
                     workload=fixed_lengths(lm, 1, 4, 2), repeats=1, show=False)  # fmt: skip
     again = load(found.save(tmp_path / "run.json"))
     assert again == found and again.row("int8").weights == "int8 dynamic, rest float32"
-    older = load_recorded("cpu_ladder")
-    assert {row.weights for row in older.rows} <= {"", "float32", "int8 dynamic, rest float32"}
-    assert " in float32: " in older.title
 
 
-def test_quality_tables_and_plain_tables_are_read_by_load(lm, tmp_path, monkeypatch):
+def test_tables_of_other_numbers_and_of_quality_are_kept_like_any_result(lm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = quality(lm, {"int8": int8_of(lm)}, tokens=64, window=32, progress=False)
     found.save("results/quality.json")
     again = load_recorded("quality")
     assert again == found and again.recorded and again.title.startswith("Recorded on ")
-    assert found.provenance["weights"] == "float32"
-    tables = Measurements({"t": {"columns": ["c"], "rows": {"r": [1.0]}}}, found.provenance)
+    assert found.provenance["weights"] == "float32" and again.row("int8").kl == found.row("int8").kl
+    cells = [Cells("t", "r", {"c": 1.0, "d": None}), Cells("t", "s", {"c": 2.0}), Cells("u", "r", {"e": 3.0})]
+    tables = Result("table", cells, {}, found.provenance)
     tables.save("results/tables.json")
-    assert load("results/tables.json").table("t").value("r", "c") == 1.0
-    text = (tmp_path / "results" / "quality.json").read_text().replace('"kl": 0.0', '"kl": 0.1', 1)
-    (tmp_path / "results" / "quality.json").write_text(text)
-    with pytest.raises(InvalidParameter, match="do not match the hash"):
-        load("results/quality.json")
+    assert load("results/tables.json") == tables and tables.table("t").loc["s", "c"] == 2.0
+    assert "u" in str(tables) and len(tables.to_frame()) == 3
+    with pytest.raises(InvalidParameter, match="there are `t` or `u`"):
+        tables.table()
+    with pytest.raises(InvalidParameter, match="have none"):
+        tables.plot()
 
 
 def test_the_report_of_the_notes_is_that_of_the_model(lm):

@@ -11,24 +11,19 @@ from minfer_lib import CachedEngine, LLMEngine
 from minfer_lib.bench import (
     HFSerial,
     HFStaticBatch,
-    capacity,
     compare,
     fixed_lengths,
+    frontier,
     ladder,
-    latency,
     latency_curve,
     load,
-    load_recorded,
     mixed_lengths,
-    occupancy,
-    occupancy_of,
     padding_share,
     poisson_arrivals,
     serve,
+    sweeps,
 )
-from minfer_lib.bench.metrics import measure
 from minfer_lib.bench.probe_memory import recipe
-from minfer_lib.bench.results import metrics_of
 from minfer_lib.bench.roofline import kv_token_bytes
 from minfer_lib.bench.settings import FAST_LABEL
 from minfer_lib.bench.workloads import Workload
@@ -226,11 +221,6 @@ def test_other_requests_in_the_engine_do_not_disturb(lm):
     assert [out.prompt_token_ids[0] for out in served.outputs] == [1, 2]
 
 
-def test_capacity_is_that_of_a_closed_batch(lm):
-    clock = Clock()
-    assert capacity(Batches(lm, clock, batch_size=2), work_of(4).arriving([0, 9, 99, 999])) == pytest.approx(4 / 20)
-
-
 # -- padding --------------------------------------------------------------------------------------------------------
 
 
@@ -272,7 +262,7 @@ def test_padding_of_a_static_batch_by_hand(lm):
 def test_padding_share_is_in_a_comparison_and_unknown_where_nobody_counts(lm):
     work = mixed_lengths(lm, 4, (3, 20), (2, 9))
     found = compare(HFStaticBatch(lm, 4), LLMEngine(lm), CachedEngine(lm), workload=work, repeats=2, show=False)
-    shares = [row.metrics.padding_share for row in found.rows]
+    shares = [row.padding_share for row in found.rows]
     assert shares[0] == pytest.approx(share_of_one_batch(work)) and shares[1:] == [0.0, None]
     assert padding_share(0, []) == 0.0
 
@@ -282,43 +272,6 @@ def share_of_one_batch(work):
     return 1 - sum(p + n - 1 for p, n in zip(work.prompt_lens, work.output_lens, strict=True)) / rows
 
 
-# -- occupancy ------------------------------------------------------------------------------------------------------
-
-
-def test_occupancy_of_an_engine_is_read_from_its_steps(lm):
-    clock = Clock()
-    engine = LLMEngine(lm, max_num_seqs=2, clock=clock, trace=True)
-    forward = engine.runner.forward
-
-    def slow(inputs):
-        clock.now += 2.0
-        return forward(inputs)
-
-    engine.runner.forward = slow
-    engine.generate([[1] * 3, [2] * 3, [3] * 3], [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 3, 1)])
-    found = occupancy(engine.steps)
-    assert found.times == [0, 2, 4] and found.durations == [2, 2, 2]
-    assert found.running == [2, 2, 1] and found.waiting == [1, 0, 0] and found.tokens == [6, 1 + 3, 1]
-    assert found.mean == pytest.approx(5 / 3)
-    assert occupancy([]).times == [] and occupancy([]).mean == 0.0
-
-
-def test_occupancy_of_outputs_by_hand():
-    def out(arrival, scheduled, last, finished):
-        return RequestOutput(
-            "0", 0, [1], [1, 1], "", "length", None, None, None,
-            RequestMetrics(arrival, scheduled, scheduled + 0.5, last, finished, 2),
-        )  # fmt: skip
-
-    # a padded batch of two whose second row ends at 3 and waits for the first; then one alone after a pause
-    outputs = [out(10, 10, 15, 15), out(10, 10, 13, 15), out(12, 15, 17, 17), out(20, 20, 21, 21)]
-    found = occupancy_of(outputs)
-    assert found.times == [0, 2, 3, 5, 7, 10] and found.durations == [2, 1, 2, 2, 3, 1]
-    assert found.running == [2, 2, 1, 1, 0, 1] and found.waiting == [0, 1, 1, 0, 0, 0]
-    assert found.mean == pytest.approx((2 * 3 + 1 * 4 + 1) / 8)
-    assert occupancy_of([]).running == []
-
-
 # -- the rest of the harness knows the engine -----------------------------------------------------------------------
 
 
@@ -326,7 +279,7 @@ def test_the_row_of_slots_shows_what_slots_reserve(lm):
     work = mixed_lengths(lm, 5, (3, 20), (2, 9))
     engine = LLMEngine(lm, max_num_seqs=8, max_model_len=100)
     row = compare(HFSerial(lm), engine, workload=work, repeats=1, show=False).row("slots")
-    assert row.tokens == "same" and not row.warnings and row.metrics.concurrency > 1
+    assert row.tokens == "same" and not row.warnings and row.concurrency > 1
     assert row.kv_reserved == 8 * 100 * kv_token_bytes(lm)
     longest = max(p + n - 1 for p, n in zip(work.prompt_lens, work.output_lens, strict=True))
     assert longest * kv_token_bytes(lm) < row.kv_used < row.kv_held < row.kv_reserved
@@ -394,46 +347,37 @@ def curve(lm):
         return latency_curve(engines, mixed_lengths(lm, 4, (3, 10), (2, 5)), [200, 50, math.inf], repeats=2)
 
 
-def test_a_curve_has_a_point_for_each_system_and_rate(curve):
-    assert curve.systems == ["HF padded batch", "ours"] and curve.rates == [50, 200, math.inf]
-    assert [point.rate for point in curve.series("ours")] == [50, 200, math.inf] and len(curve.points) == 6
-    point = curve.point("ours", 200)
-    assert point.ttft_ms == point.metrics.ttft_ms > 0 and point.e2e_p95_ms >= point.e2e_ms > point.ttft_ms
-    assert point.requests_per_s == pytest.approx(4 / point.metrics.wall_s) and not curve.warnings
+def test_a_curve_has_a_row_for_each_engine_and_rate(curve):
+    assert curve.kind == "latency" and curve.engines == ["HF padded batch", "ours"] and curve.xs == [50, 200, math.inf]
+    assert [row.x for row in curve.series("ours")] == [50, 200, math.inf] and len(curve.rows) == 6
+    row = curve.row("ours", 200)
+    assert len(row.runs) == 2 and row.e2e_ms > row.ttft_ms > 0 and row.e2e_p95_ms is None
+    assert row.requests_per_s == pytest.approx(sum(4 / run.wall_s for run in row.runs) / 2)
     with pytest.raises(InvalidParameter, match="there are `HF padded batch` or `ours`"):
         curve.series("nobody")
-    with pytest.raises(InvalidParameter, match="No rate 3 was measured"):
-        curve.point("ours", 3)
-    with pytest.raises(AttributeError, match="no attribute 'speed'"):
-        point.speed  # noqa: B018
+    with pytest.raises(InvalidParameter, match="3 was not measured; there are `50`"):
+        curve.row("ours", 3)
 
 
-def test_a_curve_is_kept_with_its_provenance(curve, tmp_path, monkeypatch):
-    path = curve.save(tmp_path / "results" / "curve.json")
-    again = load(path)
+def test_a_curve_is_kept_shown_and_drawn(curve, tmp_path):
+    again = load(curve.save(tmp_path / "curve.json"))
     assert again == curve and again.recorded and again.title.startswith("Recorded on 20")
-    monkeypatch.chdir(tmp_path)
-    assert load_recorded("curve") == curve
-    assert curve.provenance["model"] == "tiny-random" and curve.workload["seed"] == 0 and curve.provenance["torch"]
-    text = path.read_text()
-    path.write_text(text.replace('"rate": 200.0', '"rate": 2000.0', 1))
-    with pytest.raises(InvalidParameter, match="changed since"):
-        load(path)
-    path.write_text(text.replace('"points"', '"lines"', 1))
-    with pytest.raises(InvalidParameter, match="a part is missing"):
-        load(path)
-
-
-def test_a_curve_prints_and_draws_what_it_holds(curve, tmp_path):
     text = str(curve)
-    assert "tiny-random in float32" in text and "Poisson arrivals, seed 0" in text and "inf" in text
-    assert text.count("HF padded batch") == 3 and f"{curve.point('ours', 50).e2e_p95_ms:.3g}"[:3] in text
-    rates, seconds = curve.lines("e2e_ms")["ours"]
-    assert rates == [50, 200] and seconds == [curve.point("ours", rate).e2e_ms / 1e3 for rate in rates]
-    with pytest.raises(InvalidParameter, match="`ttft_ms`"):
-        curve.lines("speed")
-    picture = curve.plot("e2e_p95_ms", save=tmp_path / "curve.svg")
-    assert "end to end, 95th percentile" in picture.alt and (tmp_path / "curve.svg").read_bytes().startswith(b"<?xml")
+    assert "Poisson arrivals, seed 0" in text and "inf" in text and "TTFT low to high" in text
+    assert list(curve.to_frame().index.names) == ["engine", "rate/s"]
+    curve.plot(save=tmp_path / "curve.svg")
+    assert (tmp_path / "curve.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_a_frontier_has_a_row_for_each_number_and_one_for_a_serial_engine(lm):
+    engines = [CachedEngine(lm), ("ours", LLMEngine(lm, max_num_seqs=3))]
+    found = frontier(engines, (1, 3), prompt_len=5, output_len=4, repeats=2)
+    assert [(row.engine, row.x) for row in found.rows] == [("cached", 1), ("ours", 1), ("ours", 3)]
+    assert found.row("ours", 3).steps == 4 and found.row("ours", 3).output_tokens == 12
+    assert len(found.row("ours", 1).runs) == 2 and "at once" in str(found)
+    for wrong in ((), (1, 1), (0,)):
+        with pytest.raises(InvalidParameter, match="at_once"):
+            frontier(engines, wrong)
 
 
 def test_each_repeat_has_its_own_pattern_which_all_systems_share(lm, monkeypatch):
@@ -445,13 +389,14 @@ def test_each_repeat_has_its_own_pattern_which_all_systems_share(lm, monkeypatch
 
     engines = [Batches(lm, Clock()), Batches(lm, Clock())]
     engines[0].name, engines[1].name = seen
-    monkeypatch.setattr(latency, "serve", on_its_own_clock)
-    curve = latency_curve(engines, work_of(2), [0.01, 0.02], repeats=3, seed=7, warm_up=False)
+    monkeypatch.setattr(sweeps, "serve", on_its_own_clock)
+    curve = latency_curve(engines, work_of(2), [0.01, 0.02], repeats=3, seed=7)
     patterns = [poisson_arrivals(2, rate, seed) for rate in (0.01, 0.02) for seed in (7, 8, 9)]
     assert seen == {"a": patterns, "b": patterns} and len(set(patterns)) == 6
-    for rate in curve.rates:
-        assert curve.point("a", rate).metrics == curve.point("b", rate).metrics
-    assert "median of 3 runs" in curve.notes
+    for rate in curve.xs:
+        ours, theirs = (curve.row(name, rate) for name in "ab")
+        assert [run.ttft for run in ours.runs] == [run.ttft for run in theirs.runs]
+    assert "medians of 3 runs" in curve.notes
 
 
 def test_answers_that_differ_are_said_at_their_point(lm):
@@ -461,8 +406,8 @@ def test_answers_that_differ_are_said_at_their_point(lm):
         def step(self):
             return [dataclasses.replace(out, token_ids=[*out.token_ids[:-1], 0, 0]) for out in super().step()]
 
-    curve = latency_curve([LLMEngine(lm), Altered(lm)], work_of(2), [100], warm_up=False)
-    assert any("altered at 100/s: its tokens are not those of the first row" in text for text in curve.warnings)
+    curve = latency_curve([LLMEngine(lm), Altered(lm)], work_of(2), [100])
+    assert any("altered: its tokens are not those of the first row" in text for text in curve.warnings)
     assert any("made 4 tokens instead of 3" in text for text in curve.warnings) and "WARNING" in str(curve)
 
 
@@ -479,12 +424,4 @@ def test_what_is_no_curve_is_refused_and_fast_mode_says_so(lm, monkeypatch):
         latency_curve([engine], work_of(1), [1], repeats=0)
     monkeypatch.setenv("MINFER_FAST", "1")
     curve = latency_curve([engine], work_of(1), [1000], repeats=5)
-    assert FAST_LABEL in curve.notes and curve.provenance["repeats"] == 1 and curve.workload["fast"]
-
-
-def test_results_from_before_queue_times_are_read_as_unknown(lm):
-    run = measure(serve(CachedEngine(lm), work_of(1)).outputs, 1.0, 0.25)
-    values = dataclasses.asdict(run)
-    assert metrics_of(values) == run and run.padding_share == 0.25
-    old = {k: v for k, v in values.items() if k not in ("queue_ms", "queue_p95_ms", "padding_share")}
-    assert metrics_of(old).queue_ms is None and metrics_of(old).ttft_ms == run.ttft_ms
+    assert FAST_LABEL in curve.notes and len(curve.rows[0].runs) == 1 and curve.workload["fast"]

@@ -5,7 +5,7 @@ import random
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from minfer_lib.bench import english_text, fixed_lengths, mixed_lengths, nano_vllm, prompts_of, shared_prefix
+from minfer_lib.bench import course, english_text, fixed_lengths, mixed_lengths, nano_vllm, prompts_of
 from minfer_lib.bench.settings import fast_mode, shorten
 from minfer_lib.bench.workloads import BOOK, END_OF_HEADER, TEXTS, Workload
 from minfer_lib.errors import InvalidParameter
@@ -51,22 +51,12 @@ def test_mixed_lengths_follow_the_seed(lm):
     assert work.prompt_lens != mixed_lengths(lm, 40, prompt=(3, 9), output=(2, 6), seed=2).prompt_lens
 
 
-def test_a_shared_prefix_is_all_that_is_shared(lm):
-    work = shared_prefix(lm, 5, shared=64, own=(4, 9), output=(2, 5), seed=3)
-    assert len({tuple(prompt[:64]) for prompt in work.prompts}) == 1
-    assert len({tuple(prompt[64:]) for prompt in work.prompts}) == 5
-    assert all(4 <= length - 64 <= 9 for length in work.prompt_lens) and len(set(work.prompt_lens)) > 1
-    assert work == shared_prefix(lm, 5, shared=64, own=(4, 9), output=(2, 5), seed=3)
-    assert english_text().startswith(lm.decode(work.prompts[0])) and "64 shared" in work.description
-    assert all(p.ignore_eos and 2 <= p.max_tokens <= 5 for p in work.params)
-    with pytest.raises(InvalidParameter, match="at most"):
-        shared_prefix(lm, 2, shared=10**6)
-
-
-def test_a_shared_prefix_needs_no_tokenizer(without_tokenizer):
-    work = shared_prefix(without_tokenizer, 3, shared=20, own=(4, 9), output=(2, 5))
-    assert len({tuple(prompt[:20]) for prompt in work.prompts}) == 1
-    assert not {token for prompt in work.prompts for token in prompt} & without_tokenizer.eos_ids
+def test_the_course_workload_is_the_same_everywhere_with_one_long_request(lm, without_tokenizer, monkeypatch):
+    work = course(lm)
+    monkeypatch.setenv("MINFER_FAST", "1")
+    assert course(lm).prompts == work.prompts and course(without_tokenizer).prompt_lens == work.prompt_lens
+    *others, longest = sorted(work.output_lens)
+    assert len(work.prompts) == 12 and longest > 3 * max(others) and sum(work.output_lens) < 120
 
 
 def test_the_workload_of_nano_vllm_is_that_of_nano_vllm():

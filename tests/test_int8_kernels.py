@@ -305,10 +305,10 @@ def test_a_wrong_product_is_refused(monkeypatch: pytest.MonkeyPatch, kind: str):
 def test_a_wrong_kernel_is_refused(monkeypatch: pytest.MonkeyPatch):
     if reason := why_not("compiled"):
         pytest.skip(reason)
-    right = products._function()
-    monkeypatch.setattr(products, "_function", lambda: lambda call: 0)  # writes nothing
+    right = products.c_function()
+    monkeypatch.setattr(products, "c_function", lambda: lambda call: 0)  # writes nothing
     assert "wrong" in why_not.__wrapped__("compiled")
-    monkeypatch.setattr(products, "_function", lambda: right)
+    monkeypatch.setattr(products, "c_function", lambda: right)
     assert why_not.__wrapped__("compiled") is None
 
 
@@ -323,7 +323,7 @@ def afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has just begun, with an empty cache: nothing is known of compiler and kernels."""
 
     def forget() -> None:
-        for found in (compiled.library, products._function, choose, why_not):
+        for found in (compiled.library, products.c_function, choose, why_not):
             found.cache_clear()
 
     monkeypatch.setenv("MINFER_CACHE", str(tmp_path / "cache"))

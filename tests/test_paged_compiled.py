@@ -381,7 +381,7 @@ def test_arguments_that_do_not_fit(change: dict, message: str):
 
 def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MINFER_CC", "")
-    for module, name in ((compiled, "library"), (compiled_attention, "_function"), (compiled_attention, "why_not")):
+    for module, name in ((compiled, "library"), (compiled_attention, "c_function"), (compiled_attention, "why_not")):
         monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)  # as in a process that begins
     assert compiled_attention.why_not(torch.float32) == "MINFER_CC is empty"
     with pytest.raises(InvalidParameter, match=r"cannot run over torch.float32 here: MINFER_CC is empty"):
@@ -397,7 +397,7 @@ def test_other_dtypes_are_not_usable():
 
 def refused(function: Callable[[bytes], int], monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """The dtypes for which the kernel would not be used."""
-    monkeypatch.setattr(compiled_attention, "_function", lambda: function)
+    monkeypatch.setattr(compiled_attention, "c_function", lambda: function)
     reasons = {dtype: why_not.__wrapped__(dtype) for dtype in DTYPES}
     assert set(reasons.values()) <= {None, "its results are wrong on this CPU"}
     return [dtype for dtype in DTYPES if reasons[dtype]]
@@ -426,7 +426,7 @@ FIELDS = f"{FIELDS} table_step table_width blocks block_size window scale softca
     ],
 )
 def test_a_kernel_that_reads_its_arguments_wrongly_is_not_used(change: Callable, monkeypatch: pytest.MonkeyPatch):
-    right = compiled_attention._function()
+    right = compiled_attention.c_function()
 
     def wrong(call: bytes) -> int:
         changed = change(dict(zip(FIELDS, CALL.unpack(call), strict=True)))
@@ -439,7 +439,7 @@ def test_a_kernel_that_reads_its_arguments_wrongly_is_not_used(change: Callable,
 @needs_kernel
 def test_a_kernel_whose_numbers_are_all_a_little_off_is_not_used(monkeypatch: pytest.MonkeyPatch):
     """By one in the last digit of a half precision, and in float32 by what no order of the sums explains."""
-    right = compiled_attention._function()
+    right = compiled_attention.c_function()
 
     def wrong(call: bytes) -> int:
         code, fields = right(call), dict(zip(FIELDS, CALL.unpack(call), strict=True))

@@ -237,14 +237,14 @@ def _c_kernels_named() -> Iterator[None]:
 
         return call
 
-    kept = {module: module._function for module in C_KERNELS}
+    kept = {module: module.c_function for module in C_KERNELS}
     try:
         for module, name in C_KERNELS.items():
-            module._function = partial(named, name, kept[module])
+            module.c_function = partial(named, name, kept[module])
         yield
     finally:
         for module, find in kept.items():
-            module._function = find
+            module.c_function = find
 
 
 def _kernels(events: Iterable[Any], device: str, starting: Mapping[str, float]) -> tuple[float, int, Profile]:

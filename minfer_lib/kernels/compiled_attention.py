@@ -54,7 +54,7 @@ def compiled_decode(
     if reason := why_not(keys.dtype):
         raise InvalidParameter(f"compiled_decode cannot run over {keys.dtype} here: {reason}. Attend with torch.")
     out = torch.empty(*query.shape[:2], values.shape[-1], dtype=query.dtype, device=query.device)
-    _decode(_function(), out, query, keys, values, block_tables, kv_lens, block_size, scale, window, softcap, sinks)
+    _decode(c_function(), out, query, keys, values, block_tables, kv_lens, block_size, scale, window, softcap, sinks)
     return out
 
 
@@ -64,7 +64,7 @@ def why_not(dtype: torch.dtype) -> str | None:
     if dtype not in KINDS:
         return f"the kernel reads {one_of([str(kind).removeprefix('torch.') for kind in KINDS])}"
     try:
-        function = _function()
+        function = c_function()
     except compiled.CannotCompile as error:
         return str(error)
     with torch.device("cpu"):  # whatever the caller's default is
@@ -73,7 +73,7 @@ def why_not(dtype: torch.dtype) -> str | None:
 
 
 @cache
-def _function() -> Callable[[bytes], int]:
+def c_function() -> Callable[[bytes], int]:
     function = compiled.library("paged_decode").paged_decode
     function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
     return function

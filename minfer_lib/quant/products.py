@@ -62,7 +62,7 @@ def compiled(x: torch.Tensor, layer: Int8Linear) -> torch.Tensor:
         return compiled(x.float(), layer).to(x.dtype)
     x, out = x.contiguous(), torch.empty(m, n, dtype=x.dtype, device=x.device)
     tensors = (x, out, layer.weight, sums, layer.scale, layer.bias, layer.smoothing)
-    if _function()(CALL.pack(*(0 if t is None else t.data_ptr() for t in tensors), m, n, k, KINDS[x.dtype])):
+    if c_function()(CALL.pack(*(0 if t is None else t.data_ptr() for t in tensors), m, n, k, KINDS[x.dtype])):
         raise MemoryError("none is left for the codes of activations")
     return out
 
@@ -96,7 +96,7 @@ def _finished(sums: torch.Tensor, scale: torch.Tensor | None, layer: Int8Linear,
 
 
 @cache
-def _function() -> Callable[[bytes], int]:
+def c_function() -> Callable[[bytes], int]:
     return compiler.library("int8_linear").int8_linear
 
 
