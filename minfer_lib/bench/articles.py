@@ -33,8 +33,9 @@ def reported_rows(name: str) -> list[Row]:
     "nano-vllm, README", "nano-vllm, H200" or "qwen2.5-7b, H200, batch 8". Raises `InvalidParameter` with all names."""
     known = []
     for found in (load(RECORDED / f"{file}.json") for file in FILES):
-        sources = dict(note.split(": ", 1) for note in found.notes)
-        if name in sources:
-            return [reported(row.engine, sources[name], **row.values) for row in found.rows if row.table == name]
-        known += sources
+        names = list(dict.fromkeys(row.table for row in found.rows))
+        if name in names:
+            source = next(note for note in found.notes if note.startswith(f"{name}: ")).removeprefix(f"{name}: ")
+            return [reported(row.engine, source, **row.values) for row in found.rows if row.table == name]
+        known += names
     raise InvalidParameter(f"No reported figures are kept under {name!r}; there are {one_of(known)}.")
