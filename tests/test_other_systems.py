@@ -12,13 +12,17 @@ import minfer_lib
 ROOT = Path(minfer_lib.__file__).parents[1]
 # What Windows does not have, taken away once the libraries underneath are loaded, which know it by themselves.
 LIKE_WINDOWS = """
-import os, pkgutil, platform, signal, sys
+import os, pkgutil, signal, sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
-import accelerate, IPython, matplotlib.pyplot, nbclient, pandas, psutil, torch, torch.profiler, transformers, triton
+import accelerate, IPython, matplotlib.pyplot, nbclient, pandas, psutil, torch, torch.profiler, transformers
 import ipykernel.kernelapp, ipywidgets, jupyter_client.manager
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+if find_spec("triton"):
+    import triton
 
 for name in ("fcntl", "grp", "pwd", "resource", "termios"):
     sys.modules[name] = None  # importing it is an ImportError from now on

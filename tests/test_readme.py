@@ -14,8 +14,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def make_complaints(text: str, makefile: str) -> list[str]:
     """Every target named as `make target`, or at the start of a line of shell, exists."""
-    targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
-    named = set(re.findall(r"(?:`|^|&& )make ([a-z]+)\b", text, flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
+    named = set(re.findall(r"(?:`|^|&& )make ([a-z-]+)", text, flags=re.MULTILINE))
     return [f"make {name} does not exist" for name in sorted(named - targets)]
 
 
@@ -44,7 +44,8 @@ def python_blocks(readme: str) -> list[str]:
 def test_the_commands_that_texts_name_exist() -> None:
     # Prose may begin a line with "make", so that only what stands in backticks counts in the sources.
     messages = [path.read_text("utf-8").replace("\n", " ") for path in (ROOT / "minfer_lib").rglob("*.py")]
-    texts = [README, *((ROOT / name).read_text("utf-8") for name in ("environment.yml", ".ci/run")), *messages]
+    names = ("environment.yml", ".ci/run", ".github/CONTRIBUTING.md", ".github/pull_request_template.md")
+    texts = [README, *((ROOT / name).read_text("utf-8") for name in names), *messages]
     assert make_complaints("\n".join(texts), (ROOT / "Makefile").read_text("utf-8")) == []
 
 
@@ -67,10 +68,10 @@ def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def test_planted_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = "`make lab`, then `make dinner`. I make amends\nmake do"
+    text = "`make lab`, then `make dinner`. I make amends\nmake lab-coats"
     assert make_complaints(text, "lab: x\n\techo dinner: is ready\n") == [
         "make dinner does not exist",
-        "make do does not exist",
+        "make lab-coats does not exist",
     ]
     (tmp_path / "there.md").touch()
     readme = '[a](there.md#part) ![b](gone.svg "title") <img src="lost.png"> [c](https://example.org/x) [d](#here)'
