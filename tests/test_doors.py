@@ -18,7 +18,7 @@ THEIRS = {"torch", "jupyterlab", "ipykernel", "nbclient", "nbconvert", "nbformat
 
 
 def cell_complaints(cell: str, project: dict) -> list[str]:
-    """The first cell asks for what chapters need, in any version: what is there stays, but for a transformers too old."""
+    """The first cell asks for what chapters need in any version, as what is there stays."""
     _, line = re.findall(r"%pip install -q (.*)", cell)
     given = {canonicalize_name(r.name): str(r.specifier) for r in map(Requirement, line.replace('"', "").split())}
     lines = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["lab"]]
