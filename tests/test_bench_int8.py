@@ -17,6 +17,7 @@ from minfer_lib.bench import (
     Result,
     cheaper,
     compare,
+    comparison,
     decode_step_bytes,
     decode_step_flops,
     fixed_lengths,
@@ -29,9 +30,8 @@ from minfer_lib.bench import (
     quality,
     weight_bytes_read,
 )
-from minfer_lib.bench.comparison import Measured, _row
+from minfer_lib.bench.comparison import Measured, timed_run
 from minfer_lib.bench.machine import weights_name
-from minfer_lib.bench.metrics import measure
 from minfer_lib.bench.roofline import kv_token_bytes
 from minfer_lib.bench.tables import written
 from minfer_lib.errors import InvalidParameter, UnsupportedModel
@@ -219,19 +219,24 @@ def test_bitsandbytes_layers_count_with_their_scales(lm):
     assert decode_step_flops(other) == decode_step_flops(lm)
 
 
-def test_the_gpu_peak_of_a_row_is_without_the_weights_of_others(lm):
-    int8 = int8_of(lm)
-    work = fixed_lengths(lm, 1, 4, 2)
-    rows = [Measured(name, CachedEngine(model), cuda_peak=10**9)
-            for name, model in (("a", lm), ("b", lm), ("c", int8))]  # fmt: skip
-    for each in rows:
-        outputs = each.engine.generate(work.prompts, work.params)
-        each.runs, each.tokens = [measure(outputs, 1.0)], [[out.token_ids for out in outputs]]
-    cache = rows[0].engine.kv_bytes()
-    full, small = measured_weight_bytes(lm.model), measured_weight_bytes(int8.model)
-    assert [_row(each, rows, work).peak_bytes for each in rows] == [
-        10**9 - 2 * cache - small, 10**9 - 2 * cache - small, 10**9 - 2 * cache - full
-    ]  # fmt: skip
+def test_the_gpu_peak_of_a_row_is_what_its_run_added_and_its_own_weights_and_cache(lm, monkeypatch):
+    inner = CachedEngine(lm, max_model_len=64)
+
+    class OnGPU:
+        name, kv_bytes = "on a GPU", inner.kv_bytes
+        lm = dataclasses.replace(inner.lm, device=torch.device("cuda"))
+
+        def generate(self, prompts, params):
+            return inner.generate(prompts, params)
+
+    other = 5 * 10**8  # what everything else in this process has on the device
+    monkeypatch.setattr(comparison, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: other)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: other + 10**6)
+    each = Measured("on a GPU", OnGPU())
+    timed_run(each, fixed_lengths(lm, 1, 4, 2))
+    assert each.cuda_peak == 10**6 + measured_weight_bytes(lm.model) + inner.kv_bytes()
 
 
 # -- peak memory in a fresh process ---------------------------------------------------------------------------------

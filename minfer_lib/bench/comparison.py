@@ -320,8 +320,10 @@ def _notes(measured: Sequence[Measured]) -> list[str]:
     lms = {id(each.engine.lm): each.engine.lm for each in measured}
     for lm in lms.values():
         rows = ", ".join(each.name for each in measured if each.engine.lm is lm)
-        if lm is not measured[0].engine.lm:
-            notes.append(f"{rows}: {describe_int8(lm) if lm.quantization is not None else f'runs {lm!r}'}")
+        if lm.quantization is not None:
+            notes.append(f"{rows}: {describe_int8(lm)}")
+        elif lm is not measured[0].engine.lm:
+            notes.append(f"{rows}: runs {lm!r}")
     notes += [f"{each.name}: {said}" for each in measured if (said := getattr(each.engine, "settings", ""))]
     notes += [
         f"{each.name}: up to {each.aside_s:.1f} s a run for starting and stopping are not counted"

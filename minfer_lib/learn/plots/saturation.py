@@ -51,14 +51,14 @@ def saturation(result: Any, *, title: str | None = None) -> Picture:
             if knees[name] is not None:
                 at = rows[rates.index(knees[name])]
                 ax.plot([at.x], [at.median(figure_of)], **RING)
-    _offered(left, result.xs)
+    _offered(left, sorted({row.x for rows in curves.values() for row in rows}))
     left.set_title("requests/s achieved", size=10)
     right.set_title(f"time to first token, {'95th percentile' if tail else 'median'}, s", size=10)
     every = [row for rows in curves.values() for row in rows]
     log_axis(left, "y", [row.requests_per_s for row in every])
     log_axis(right, "y", [row.median(name_of_ttft) for row in every], unit=1e3)
     for ax in (left, right):
-        _rate_axis(ax, result.xs)
+        _rate_axis(ax, sorted({row.x for rows in curves.values() for row in rows}))
     handles, _ = left.get_legend_handles_labels()
     handles += [Line2D([], [], **RING, label="knee")] * any(rate is not None for rate in knees.values())
     figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)))
@@ -96,7 +96,7 @@ def goodput(result: Any, ttft_ms: float, tpot_ms: float, *, title: str | None = 
     peaks = {name: float(np.median(good(row))) for name, row in best.items()}
     ax.set_ylim(0, 1.15 * max(max(good(row)) for rows in curves.values() for row in rows) or 1.0)
     ax.set_title(f"requests/s with TTFT ≤ {ttft_ms:g} ms and TPOT ≤ {tpot_ms:g} ms", size=10)
-    _rate_axis(ax, result.xs)
+    _rate_axis(ax, sorted({row.x for rows in curves.values() for row in rows}))
     figure.legend(loc="outside lower center", ncols=min(5, len(curves) + 1))
     winner = max(peaks, key=peaks.__getitem__)
     caption = f"{winner} serves most in time: {told(peaks[winner])} requests/s, at {best[winner].x:g} offered"
@@ -108,7 +108,9 @@ def goodput(result: Any, ttft_ms: float, tpot_ms: float, *, title: str | None = 
 
 
 def _curves(result: Any) -> dict[str, list[Any]]:
-    curves = {name: [row for row in result.series(name) if row.ttft_ms] for name in result.engines}
+    curves = {
+        name: [row for row in result.series(name) if row.ttft_ms and row.x < float("inf")] for name in result.engines
+    }
     curves = {name: rows for name, rows in curves.items() if rows}
     if not curves:
         raise InvalidParameter("There is nothing to draw: no row has times to the first token.")
