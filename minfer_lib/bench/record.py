@@ -114,7 +114,7 @@ RECIPES: dict[str, Callable[[], Result]] = {
     "cpu_frontier": cpu_frontier,
     "cpu_arrivals": cpu_arrivals,
     "cpu_decomposition": cpu_decomposition,
-    **{f"h200_ladder_batch{batch}": (lambda batch=batch: h200_ladder(batch)) for batch in (1, 4, 8)},
+    **{f"h200_batch{batch}": (lambda batch=batch: h200_ladder(batch)) for batch in (1, 4, 8)},
     "h200_frontier": h200_frontier,
     "h200_decomposition": h200_decomposition,
 }
