@@ -60,6 +60,7 @@ def test_the_address_is_the_same_everywhere():
     citation = yaml.safe_load((doors.ROOT / "CITATION.cff").read_text("utf-8"))
     assert citation["repository-code"] == doors.ADDRESS and f"git clone {doors.ADDRESS} " in README
     texts = [README, *(path.read_text("utf-8") for path in (doors.ROOT / ".github").rglob("*.md"))]
+    assert all(f"]({link})" in README for link in re.findall(r"\((.*?)\)", doors.open_line(doors.CHAPTERS[0])))
     named = re.findall(r"(?:github(?:\.com)?|codespaces\.new)/([\w.-]+/minfer)\b", "\n".join(texts))
     assert set(named) == {doors.REPOSITORY}
 
