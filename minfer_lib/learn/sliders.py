@@ -171,8 +171,10 @@ def explore(draw: Draw, *, positions: Sequence[Mapping[str, Any]], **controls: S
 
     data, metadata = pictures._repr_mimebundle_()
     try:
-        widget = live(draw, controls)._repr_mimebundle_()
-        display(dict(widget) | data, metadata=metadata, raw=True)  # the front end takes the best that it can show
+        # Written out, since a widget of ipywidgets 7, which Colab has, cannot give it.
+        view = {"version_major": 2, "version_minor": 0, "model_id": live(draw, controls).model_id}
+        bundle = {"application/vnd.jupyter.widget-view+json": view} | data
+        display(bundle, metadata=metadata, raw=True)  # the front end takes the best that it can show
     except ImportError:
         print("(The sliders need ipywidgets, which is not installed. The picture shows a few of their positions.)")
         display(data, metadata=metadata, raw=True)
