@@ -24,6 +24,7 @@ from transformers.utils import logging
 from ..attention.backends import AttentionBackend, TorchBackend, TritonBackend
 from ..engine.llm_engine import LLMEngine
 from ..generation.params import SamplingParams
+from ..models.checks import has_softcap
 from ..models.load import LanguageModel
 from ..models.memory import measured_weight_bytes
 from .machine import machine_name, provenance
@@ -211,7 +212,8 @@ def random_model(family: str, device: torch.device) -> LanguageModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = AutoConfig.for_model(family, **(SIZES | FAMILIES[family]))
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        attention = "eager" if has_softcap(config) else None  # as `load_model` does: fused attention has no softcap
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 or name.endswith(("bias", "sinks")):
                 torch.nn.init.normal_(parameter, std=2.0 if name.endswith("sinks") else 0.25)
@@ -274,7 +276,7 @@ def check_memory(device: torch.device) -> str:
     before = torch.cuda.memory_allocated(device)
     lm = random_model("llama", device)
     weights, counted = torch.cuda.memory_allocated(device) - before, measured_weight_bytes(lm.model)
-    engine = LLMEngine(lm, kv_cache="paged", max_model_len=2048, max_num_seqs=32)
+    engine = LLMEngine(lm, kv_cache="paged", max_model_len=256, max_num_seqs=32)
     cache = torch.cuda.memory_allocated(device) - before - weights
     told = engine.kv_bytes()
     # the allocator rounds each tensor up to 512 bytes; a cache has block tables and a trash row besides
