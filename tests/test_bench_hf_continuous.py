@@ -79,6 +79,26 @@ def test_no_more_run_at_once_than_allowed(lm, engine):
     assert most(HFContinuousBatch(lm, 5).generate(prompts, params)) == 5
 
 
+def test_steps_are_counted(lm):
+    """Three at once, of the same lengths: as many steps as tokens, once for each three."""
+    engine = HFContinuousBatch(lm, 3)
+    before = engine.num_steps
+    engine.generate([[i, 2, 3] for i in range(6)], fixed(*[7] * 6))
+    assert engine.num_steps - before == 14
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_how_it_was_set_is_told(lm, wanted, attention):
+    engine = HFContinuousBatch(lm, 3, max_batch_tokens=99, attention=attention)
+    assert tokens(engine.generate(PROMPTS, fixed(*LENGTHS))) == wanted
+    told = engine.settings
+    assert f"attention={attention}" in told and "max_batch_tokens=99, max_requests_per_batch=3" in told
+    assert "transformers 5." in told and "num_blocks=" in told
+    assert HFContinuousBatch(lm, 2, cuda_graph=True)._config([]).use_cuda_graph is True  # a CPU has none all the same
+    with pytest.raises(InvalidParameter, match="there are `sdpa`, `eager` and None"):
+        HFContinuousBatch(lm, 2, attention="flash")
+
+
 def test_a_prompt_beyond_a_steps_budget_comes_in_pieces(lm):
     prompt = [list(range(3, 103))]
     outputs = HFContinuousBatch(lm, 2, max_batch_tokens=16).generate(prompt, fixed(5))
@@ -146,7 +166,9 @@ def test_a_comparison_and_a_fresh_process_can_have_it(lm, engine):
     )
     assert any("HF continuous: up to" in note and "starting and stopping" in note for note in found.notes)
     made = recipe(HFContinuousBatch(lm, 3, max_batch_tokens=99, max_model_len=70))
-    assert made["options"] == {"max_running": 3, "max_batch_tokens": 99, "max_model_len": 70}
+    assert made["options"] == {
+        "max_running": 3, "max_batch_tokens": 99, "max_model_len": 70, "cuda_graph": None, "attention": None
+    }  # fmt: skip
     assert make_engine("hf-continuous", lm, max_running=3).max_running == 3
 
 

@@ -36,7 +36,7 @@ from .machine import synchronize
 from .metrics import peak_kv_tokens
 from .roofline import kv_token_bytes
 
-SAFETY = 0.2  # of the cache is left free: below 15 % the library stops admitting requests
+SAFETY = 0.2  # of the cache is left free where that is no setting: below 15 % the library admits no more requests
 PATIENCE_S = 0.5  # between two looks at whether its thread is still alive
 
 
@@ -44,6 +44,9 @@ class HFContinuousBatch:
     """Continuous batching of transformers, with at most `max_running` requests at once.
 
     max_batch_tokens: tokens of one step at most, as `max_num_batched_tokens` of `LLMEngine`.
+    cuda_graph, attention: None leaves them to the library, which takes flash attention in half precision where it is
+      installed, and CUDA graphs and steps that overlap (`use_async_batching`) only with it. cuda_graph=True or False
+      settles the second; attention="sdpa" or "eager" the first.
 
     Raises `BadEnvironment` if the installed transformers has no continuous batching or one that this module does not
     know, `UnsupportedModel` if it cannot run the model: two tokens are generated to find out.
@@ -60,11 +63,17 @@ class HFContinuousBatch:
         *,
         max_batch_tokens: int = 512,
         max_model_len: int | None = None,
+        cuda_graph: bool | None = None,
+        attention: str | None = None,
     ) -> None:
         self.lm = lm
+        if attention not in (None, "sdpa", "eager"):
+            raise InvalidParameter(f"attention={attention!r} was asked for; there are `sdpa`, `eager` and None.")
+        self.cuda_graph, self.attention = cuda_graph, attention
         self.max_running = integer("max_running", max_running, at_least=1)
         self.max_batch_tokens = integer("max_batch_tokens", max_batch_tokens, at_least=1)
         self.max_model_len = resolve_max_model_len(lm, max_model_len)
+        self.num_steps: int | None = 0  # calls of the model so far; None if this transformers does not count them
         self.aside_s = 0.0  # of the last call: starting and stopping, which a server does once
         self._ids = map(str, itertools.count())
         self._held = (0, 0)
@@ -99,10 +108,15 @@ class HFContinuousBatch:
         per_token = kv_token_bytes(self.lm)
         return self._held[0] * per_token, self._held[1] * per_token
 
+    @property
+    def settings(self) -> str:
+        """How the library was set in the last call, in a line, what it decided by itself included."""
+        return self._settings
+
     def __repr__(self) -> str:
         return (
             f"HFContinuousBatch({self.lm!r}, max_running={self.max_running}, max_batch_tokens={self.max_batch_tokens}, "
-            f"max_model_len={self.max_model_len})"
+            f"max_model_len={self.max_model_len}, cuda_graph={self.cuda_graph}, attention={self.attention!r})"
         )
 
     # -- one call ---------------------------------------------------------------------------------------------------
@@ -131,6 +145,9 @@ class HFContinuousBatch:
                 requests[at].metrics.arrival = began + arrivals[at]
             results = self._collect(manager, requests)
             ended = time.perf_counter()
+        steps = getattr(manager, "current_batch", None)
+        self.num_steps = None if steps is None or self.num_steps is None else self.num_steps + steps
+        self._settings = self._told(manager)
         for at, request in enumerate(requests):
             replay(results[str(at)], request)
         self.aside_s = (began - opened) + (time.perf_counter() - ended)
@@ -141,9 +158,9 @@ class HFContinuousBatch:
     @contextmanager
     def _manager(self, requests: list[Request]) -> Iterator[Any]:
         """A running manager over a view of the model; afterwards its thread has ended."""
-        attention = None  # the model's own; the library takes flash attention instead where there is one
-        if "auto_switch_to_flash" not in self._fields and self.lm.dtype == torch.float32:
-            attention = f"paged|{hf_compat.attention_of(self.lm.model.config)}"  # flash attention has no float32
+        attention = self.attention  # None: the model's own; the library takes flash attention where there is one
+        if "auto_switch_to_flash" not in self._fields and (attention or self.lm.dtype == torch.float32):
+            attention = f"paged|{attention or hf_compat.attention_of(self.lm.model.config)}"  # flash has no float32
         view = view_of(self.lm.model, attention)
         hf_compat.forget_manager(view)
         with torch.no_grad():
@@ -173,16 +190,28 @@ class HFContinuousBatch:
         page = self._page
         needs = (math.ceil((len(r.prompt_token_ids) + r.max_new_tokens) / page) for r in requests)
         blocks = sum(sorted(needs, reverse=True)[: self.max_running])
-        blocks = max(self.max_running, math.ceil((blocks + 1) / (1 - SAFETY)))  # 5.17 runs no more requests than blocks
+        free = 0.0 if "safety_margin" in self._fields else SAFETY
+        blocks = max(self.max_running, math.ceil((blocks + 1) / (1 - free)))  # 5.17 runs no more requests than blocks
         self._held = blocks * page, 0
         options = {
             "max_requests_per_batch": self.max_running,
             "max_batch_tokens": max(self.max_batch_tokens, self.max_running),  # else fewer would run
             "num_blocks": blocks,
+            "safety_margin": 0.0,
+            "use_cuda_graph": self.cuda_graph,
+            "auto_switch_to_flash": self.attention is None and self.lm.dtype != torch.float32,
         }
-        if "auto_switch_to_flash" in self._fields:
-            options["auto_switch_to_flash"] = self.lm.dtype != torch.float32
+        options = {name: value for name, value in options.items() if name in self._fields}
         return configuration_utils.ContinuousBatchingConfig(**options)
+
+    def _told(self, manager: Any) -> str:
+        """The settings that matter for its speed, as they stand once it ran."""
+        config = getattr(manager, "continuous_batching_config", None)
+        names = ("page_size", "block_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch", "safety_margin",
+                 "use_cuda_graph", "use_async_batching", "scheduler_type")  # fmt: skip
+        told = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+        attention = hf_compat.attention_of(getattr(manager, "model", self.lm.model).config)
+        return f"transformers {_version()}, attention={attention}, " + ", ".join(f"{k}={v}" for k, v in told.items())
 
     def _submit(self, manager: Any, name: str, request: Request) -> None:
         eos = -1 if request.params.ignore_eos or not self.lm.eos_ids else sorted(self.lm.eos_ids)
