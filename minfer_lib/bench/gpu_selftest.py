@@ -10,6 +10,7 @@ Invariant: a check that could not be made is never counted as one that passed.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -273,6 +274,7 @@ def check_memory(device: torch.device) -> str:
     """What the package says a model and a cache take is what the GPU's allocator handed out for them."""
     if device.type != "cuda":
         raise Skipped("the allocator of a GPU counts, that of a CPU does not")
+    gc.collect()  # engines of earlier checks
     before = torch.cuda.memory_allocated(device)
     lm = random_model("llama", device)
     weights, counted = torch.cuda.memory_allocated(device) - before, measured_weight_bytes(lm.model)
