@@ -45,8 +45,9 @@ os.environ["PATH"] = ""  # no cc, no git, no sysctl
 import minfer_lib
 
 for module in pkgutil.walk_packages(minfer_lib.__path__, "minfer_lib."):
-    optional = module.name.startswith("minfer_lib.kernels.triton.")  # only where there is a GPU, on Linux
-    if not optional and not module.name.endswith("__main__"):
+    # What needs a GPU on Linux, or a library that is asked for apart.
+    optional = ("minfer_lib.kernels.triton.", "minfer_lib.bench.lm_harness", "minfer_lib.bench.peers.")
+    if not module.name.startswith(optional) and not module.name.endswith("__main__"):
         import_module(module.name)
 """
 
