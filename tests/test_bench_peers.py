@@ -32,6 +32,11 @@ class Clock:
         return [n - self.short * (n > 1) for n in lengths]
 
 
+@pytest.fixture(autouse=True)
+def full_length(monkeypatch):
+    monkeypatch.delenv("MINFER_FAST", raising=False)
+
+
 def peer_of(clock):
     sizes = common.Sizes("shape:x", 500, 4096)
     return common.Peer("x", sizes, "x: as it is", clock.generate, ["torch", "no-such"], torch.device("cpu"), "float32")
