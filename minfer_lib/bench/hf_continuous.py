@@ -4,6 +4,13 @@ Invariant: it runs as its users would run it, at the same limits as our engine, 
 switches the attention function of a view of the model, never that of the model; and no answer is made up: a request
 that the library loses, or whose tokens have no time stamps, is an error.
 
+How it is set: a cache for as many requests as can run, none of it held back, in pages of 256 tokens, first come first
+served. Tried on two cores of a CPU with SmolLM2-135M, transformers 5.24 and 8 of 16 requests running, seven rounds in
+random order: a fifth of the cache held back, pages of 32 tokens, no sharing of blocks, prompts first, attention "eager"
+for "sdpa". In bfloat16 their medians lie within 5 % of these settings (in float32, less quiet, within 9 %), and
+of each the ratios of the rounds go from below 1 to above it: no difference. Steps of at most 128, 256 and 1,024 tokens
+had medians within 5 % of 512, too. Graphs and overlapping steps exist on GPUs alone: see `cuda_graph`.
+
 Its interface moves between releases, and written for 5.17 to 5.24 this relies on little of it: a manager of
 `init_continuous_batching` with `start`, `add_request`, `get_result` and `stop`, rather than on `generate_batch`, which
 has one length and one EOS for all requests and cannot take one that comes later. Each call makes a manager of its own,
