@@ -237,5 +237,5 @@ def test_a_copy_inside_another_repository_has_no_commit(tmp_path, monkeypatch):
     assert machine._output_of(["git", "init", "-q", str(tmp_path)]) is None  # it prints nothing
     (tmp_path / "__init__.py").touch()
     monkeypatch.setattr(machine, "PACKAGE", tmp_path)
-    monkeypatch.setattr(machine, "_version", lambda package: None)
+    monkeypatch.setattr(machine, "version", lambda package: None)
     assert machine.commit() is None

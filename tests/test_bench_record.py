@@ -78,7 +78,7 @@ def test_what_was_recorded_since_then_has_a_clean_commit():
 )
 def test_the_commit_travels_with_the_code_where_there_is_no_repository(monkeypatch, variable, version, expected):
     monkeypatch.setattr(machine, "_output_of", lambda command: None)
-    monkeypatch.setattr(machine, "_version", lambda package: version)
+    monkeypatch.setattr(machine, "version", lambda package: version)
     monkeypatch.delenv("MINFER_COMMIT", raising=False)
     if variable:
         monkeypatch.setenv("MINFER_COMMIT", variable)

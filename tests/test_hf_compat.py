@@ -30,6 +30,10 @@ def test_supports_logits_to_keep(tiny: LanguageModel, monkeypatch: pytest.Monkey
     assert not hf_compat.supports_logits_to_keep(tiny.model.model)
 
 
+def test_causal_class_name(tiny: LanguageModel):
+    assert hf_compat.causal_class_name(tiny.model.config) == type(tiny.model).__name__ == "LlamaForCausalLM"
+
+
 def test_can_set_attention(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     """`_can_set_attn_implementation`: without it a model with attention of its own is only refused by the probe."""
     bloom = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", n_layer=1, n_head=2, hidden_size=8))
@@ -284,7 +288,7 @@ def foreign_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
 
 
 def test_they_stand_in_one_file():
-    files = sorted(path for path in PACKAGE.rglob("*.py") if path.parent.name != "peers")  # scripts for other systems
+    files = sorted(PACKAGE.rglob("*.py"))
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
     own = own_names([tree for path, tree in zip(files, trees, strict=True) if path != HOME])
     for path, tree in zip(files, trees, strict=True):

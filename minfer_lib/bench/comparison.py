@@ -135,7 +135,7 @@ def compare(
             _rounds(measured, workload, repeats, seconds, bar)
         except KeyboardInterrupt:
             interrupted = True
-            measured = _done(everything)
+            measured = [each for each in everything if each.runs]
             if not measured:
                 raise
             missing = [each.name for each in everything if each not in measured]
@@ -211,11 +211,6 @@ def _checked(name: str, values: Any, kind: type) -> tuple[Any, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence) or not all(isinstance(v, kind) for v in values):
         raise must_be(name, f"a list of {kind.__name__}", values)
     return tuple(values)
-
-
-def _done(measured: Sequence[Measured]) -> list[Measured]:
-    """What an interrupted comparison can show: every engine that had a turn."""
-    return [each for each in measured if each.runs]
 
 
 def checked_repeats(repeats: int | None) -> int | None:

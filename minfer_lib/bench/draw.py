@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from ..errors import InvalidParameter
+from ..learn.quiet import in_notebook
 
 if TYPE_CHECKING:
     from .results import Result
@@ -56,10 +57,3 @@ def show(result: Result) -> None:
         display(figure(result))
     else:
         print(result)
-
-
-def in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this code, so that there is somebody to display HTML for."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return shell is not None and hasattr(shell, "kernel")

@@ -46,8 +46,8 @@ def provenance(device: torch.device | str = "cpu", dtype: torch.dtype | None = N
         "os": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "minfer": _version("minfer"),
+        "transformers": version("transformers"),
+        "minfer": version("minfer"),
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "dtype": None if dtype is None else dtype_name(dtype),
@@ -98,7 +98,7 @@ def commit() -> str | None:
         return _output_of([*git, "describe", "--always", "--dirty", "--exclude", "*"])
     if told := os.environ.get("MINFER_COMMIT"):
         return told
-    built = re.search(r"\+g([0-9a-f]+)(\.d\d+)?$", _version("minfer") or "")
+    built = re.search(r"\+g([0-9a-f]+)(\.d\d+)?$", version("minfer") or "")
     return built[1] + "-dirty" * bool(built[2]) if built else None
 
 
@@ -182,7 +182,8 @@ def _best_seconds(run: Callable[[], object], device: torch.device) -> float:
     return max(best, 1e-9)
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Of an installed package; None for one that was copied rather than installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # copied rather than installed

@@ -130,7 +130,6 @@ def measure(
         raise InvalidParameter("A run without any output was to be measured; give the workload at least one prompt.")
     times = [out.metrics for out in outputs]
     later = [out for out in outputs if out.metrics.tpot_s is not None]
-    disturbance = disturbance or Disturbance()
     return Run(
         requests=len(outputs),
         failed=sum(out.finish_reason not in ("stop", "length") for out in outputs),
@@ -147,9 +146,7 @@ def measure(
         preemptions=sum(t.preemptions for t in times),
         steps=steps,
         padding_share=padding_share,
-        others_cpus=round(disturbance.others_cpus, 3),
-        throttled_s=round(disturbance.throttled_s, 3),
-        disturbed=disturbance.matters,
+        **(disturbance or Disturbance()).figures(),
     )
 
 

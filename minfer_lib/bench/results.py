@@ -73,7 +73,8 @@ class Row:
         return [value for run in self.counted if (value := getattr(run, name)) is not None]
 
     def median(self, name: str) -> Any:
-        """One figure of `Run`: the median over the runs, of losses the largest; None where no run knows it."""
+        """One figure of `Run`: the median over the runs, of losses the largest, of times of each request those of the
+        first run; None where no run knows it."""
         values = self.values(name)
         if not values:
             return self.told.get(name)
@@ -183,9 +184,9 @@ class Result:
         ours, theirs = self.row(engine).tokens_per_s, self.row(baseline).tokens_per_s
         return ours / theirs if ours and theirs else None
 
-    def differs(self, engine: str, baseline: str) -> bool:
-        """Whether the runs of two rows lie apart: the slowest of one is faster than the fastest of the other."""
-        ours, theirs = self.row(engine).spread(), self.row(baseline).spread()
+    def differs(self, engine: str, baseline: str, figure: str = "tokens_per_s") -> bool:
+        """Whether the runs of two rows lie apart in a figure: the lowest of one is above the highest of the other."""
+        ours, theirs = self.row(engine).spread(figure), self.row(baseline).spread(figure)
         return ours is not None and theirs is not None and (ours[0] > theirs[1] or theirs[0] > ours[1])
 
     def compared(self, engine: str, baseline: str) -> str:

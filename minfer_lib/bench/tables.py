@@ -45,17 +45,6 @@ def number(value: float | None, digits: int | None = None) -> str:
     return f"{value:,.{digits}f}"
 
 
-def bytes_text(count: float | None) -> str:
-    """Bytes in powers of 1,024 with three significant digits: 45.0 KiB, 1.00 GiB; empty for None."""
-    if count is None:
-        return ""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            return f"{count:.0f} B" if unit == "B" else f"{number(count)} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable: GiB returns")
-
-
 def percent(share: float | None) -> str:
     """A share of 1 as per cent; empty for None."""
     return "" if share is None else f"{number(100 * share, 0 if share >= 0.1 else 1)} %"

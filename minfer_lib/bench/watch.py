@@ -37,6 +37,14 @@ class Disturbance:
         """Whether it is likely to show in what was measured meanwhile."""
         return self.others_cpus > self.free_cpus + SPARE or self.throttled_s > TOO_LONG * self.seconds
 
+    def figures(self) -> dict[str, float | bool]:
+        """What a `Run` keeps of it, by the names of its fields."""
+        return {
+            "others_cpus": round(self.others_cpus, 3),
+            "throttled_s": round(self.throttled_s, 3),
+            "disturbed": self.matters,
+        }
+
     def __str__(self) -> str:
         parts = [f"other programs kept {self.others_cpus:.1f} CPUs busy"] if self.others_cpus > self.free_cpus else []
         parts += [f"a quota held this process back for {self.throttled_s:.1f} s"] if self.throttled_s else []

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # Finds the tensors among the arguments of an operation, for `PeakMemory`.
 from torch.utils._pytree import tree_leaves as tree_leaves
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 try:
     from transformers.cache_utils import CacheLayerMixin
@@ -44,6 +44,12 @@ except ImportError:
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
+
+
+def causal_class_name(config: PreTrainedConfig) -> str:
+    """The model class that a config stands for, as its file would name it. Without it other systems cannot be told
+    which architecture a shape has."""
+    return AutoModelForCausalLM._model_mapping[type(config)].__name__
 
 
 def supports_logits_to_keep(model: PreTrainedModel) -> bool:

@@ -12,16 +12,15 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from ...errors import BadEnvironment, MinferError
+from ...models import hf_compat
 from ...models.shapes import shape_config
-from ..machine import provenance, synchronize
+from ..machine import provenance, synchronize, version
 from ..metrics import Run, mean_kv_tokens
 from ..results import Result, Row
 from ..watch import Watch
@@ -86,7 +85,7 @@ def shape_folder(shape: str, folder: str | Path) -> Sizes:
     """Writes a shape's config.json to a folder, as other systems read it, and returns its sizes."""
     config = shape_config(shape)
     values = config.to_dict() | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
-    values["architectures"] = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    values["architectures"] = [hf_compat.causal_class_name(config)]
     (Path(folder) / "config.json").write_text(json.dumps(values))
     return Sizes(f"shape:{shape}", config.vocab_size, config.max_position_embeddings)
 
@@ -117,7 +116,7 @@ def timed_run(peer: Peer, work: Workload) -> Run:
     first, _ = _seconds(peer, work, [1] * len(lengths), temperature)
     watch = Watch()
     wall, made = _seconds(peer, work, lengths, temperature)
-    seen = watch.seen()
+    disturbance = watch.seen()
     equal = len(set(lengths)) == 1  # else a request's own times cannot be told from outside
     count, each = len(lengths), lengths[0]
     tpot = (1e3 * (wall - first) / (each - 1),) * count if equal and each > 1 else ()
@@ -132,9 +131,7 @@ def timed_run(peer: Peer, work: Workload) -> Run:
         e2e=(1e3 * wall,) * count if equal else (),
         concurrency=float(count) if equal else 1.0,
         kv_tokens=mean_kv_tokens(list(zip(work.prompt_lens, lengths, strict=True))),
-        others_cpus=round(seen.others_cpus, 3),
-        throttled_s=round(seen.throttled_s, 3),
-        disturbed=seen.matters,
+        **disturbance.figures(),
     )
 
 
@@ -144,14 +141,6 @@ def _seconds(peer: Peer, work: Workload, lengths: list[int], temperature: float)
     made = peer.generate(work.prompts, lengths, temperature)
     synchronize(peer.device)
     return time.perf_counter() - began, made
-
-
-def version(package: str) -> str | None:
-    """Of an installed package; None for a checkout that was not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def run(measured: Callable[[argparse.Namespace], Result], args: argparse.Namespace) -> int:

@@ -33,16 +33,12 @@ def step_factors(comparison: Any, before: str, after: str) -> dict[str, float]:
             ("TTFT", "ttft_ms", first, second),
             ("TPOT", "tpot_ms", first, second),
         )
-        if _apart(first.spread(figure), second.spread(figure))
+        if comparison.differs(after, before, figure)
     } | {
         "cache held": (first.kv_held, second.kv_held),
         "weights": (first.weight_bytes, second.weight_bytes),
     }
     return {name: a / b for name, (a, b) in pairs.items() if a and b}
-
-
-def _apart(one: tuple[float, float] | None, other: tuple[float, float] | None) -> bool:
-    return one is not None and other is not None and (one[0] > other[1] or other[0] > one[1])
 
 
 @drawing
