@@ -214,7 +214,9 @@ def random_model(family: str, device: torch.device) -> LanguageModel:
         torch.manual_seed(0)
         config = AutoConfig.for_model(family, **(SIZES | FAMILIES[family]))
         attention = "eager" if has_softcap(config) else None  # as `load_model` does: fused attention has no softcap
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+        )
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 or name.endswith(("bias", "sinks")):
                 torch.nn.init.normal_(parameter, std=2.0 if name.endswith("sinks") else 0.25)
