@@ -39,7 +39,7 @@ from minfer_lib.bench.settings import FAST_LABEL
 from minfer_lib.bench.verify import judge_lengths, judge_tokens
 from minfer_lib.bench.watch import Disturbance
 from minfer_lib.errors import InvalidParameter, MinferError, UnsupportedModel
-from minfer_lib.models.load import LanguageModel, load_model
+from minfer_lib.models.load import load_model
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -563,7 +563,7 @@ def test_an_engine_that_refuses_the_model_is_left_out_with_its_reason(lm, monkey
 
 def test_the_ladder_gives_long_workloads_room():
     lm = load_model("tiny-random", device="cpu")
-    lm = LanguageModel(**{**vars(lm), "max_model_len": 4000})
+    lm = dataclasses.replace(lm, max_model_len=4000)
     found = ladder(lm, ["hf"], fixed_lengths(lm, 1, 2060, 3), repeats=1, show=False)
     assert found.rows[0].output_tokens == 3
 

@@ -14,7 +14,7 @@ from minfer_lib.bench.probe_memory import recipe
 from minfer_lib.bench.roofline import kv_token_bytes
 from minfer_lib.errors import BadEnvironment, GenerationFailed, InvalidParameter, PromptTooLong, UnsupportedModel
 from minfer_lib.generation.params import SamplingParams
-from minfer_lib.models.load import LanguageModel, load_model
+from minfer_lib.models.load import load_model
 
 PROMPTS = [[5], [7, 8, 9, 10, 11, 12, 13, 14, 15], [20, 3, 21], [40, 41, 42, 43, 44]]
 LENGTHS = (6, 3, 9, 1)
@@ -118,7 +118,7 @@ def test_times_are_in_order_and_leave_out_the_start(engine):
 def test_eos_counts_for_those_who_do_not_ignore_it(lm, engine, wanted):
     free = tokens(engine.generate(PROMPTS, fixed(*[9] * 4)))
     end = free[2][3]
-    ending = LanguageModel(**{**vars(lm), "eos_ids": frozenset({end})})
+    ending = dataclasses.replace(lm, eos_ids=frozenset({end}))
     params = [SamplingParams(max_tokens=9, ignore_eos=i % 2 == 0) for i in range(4)]
     params[2] = SamplingParams(max_tokens=9)
     outputs = HFContinuousBatch(ending, 4).generate(PROMPTS, params)

@@ -991,11 +991,11 @@ def with_logits(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor]
 def test_a_model_that_changes_in_company_is_refused(
     tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch, change: Callable, reason: str
 ):
-    layers = support.packed_layers(dataclasses.replace(tiny, packed_layers=None))
+    layers = support.packed_layers(dataclasses.replace(tiny))
     assert {(s.kv_heads, s.key_dim, s.value_dim, s.dtype) for s in layers.values()} == {(2, 16, 16, torch.float32)}
     assert list(layers) == [0, 1]
     with_logits(monkeypatch, change)
-    lm = dataclasses.replace(tiny, packed_layers=None)
+    lm = dataclasses.replace(tiny)
     with pytest.raises(UnsupportedModel, match=rf"tiny-random \(llama\).*{reason}.*CachedEngine or NaiveEngine"):
         LLMEngine(lm)
     assert lm.packed_layers is None and hf_compat.attention_of(tiny.model.config) == "sdpa"

@@ -4,8 +4,8 @@ Reading order: metrics (what the numbers mean), workloads, machine and watch (wh
 was ours alone), roofline (what they could be), baselines, hf_continuous, usage, verify, comparison, results, tables,
 cheaper, rungs; for requests that come over time arrivals and serving, and for more and more of them sweeps; for what a
 step is made of decomposition; for what a cheaper model gets wrong quality_scores, quality_table; for systems and
-products that are not ours articles, peers, other_int8; record is how the recorded runs were made. The engine imports
-none of this.
+products that are not ours articles, peers, other_int8. record is how the recorded runs were made, gpu_selftest what to
+run first on a GPU, and lm_harness lets `lm-eval` run on an engine. The engine imports none of this.
 
 Names are looked up when they are first used, so that the command line does not wait for torch to explain itself. No
 module has the name of a function here, which would hide it.

@@ -98,8 +98,18 @@ def commit() -> str | None:
         return _output_of([*git, "describe", "--always", "--dirty", "--exclude", "*"])
     if told := os.environ.get("MINFER_COMMIT"):
         return told
+    if _installed_at() != PACKAGE:  # a copied folder beside another that is installed
+        return None
     built = re.search(r"\+g([0-9a-f]+)(\.d\d+)?$", version("minfer") or "")
     return built[1] + "-dirty" * bool(built[2]) if built else None
+
+
+def _installed_at() -> Path | None:
+    """Where the package is that the installed version speaks of."""
+    try:
+        return Path(str(metadata.distribution("minfer").locate_file("minfer_lib"))).resolve()
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def synchronize(device: torch.device | str) -> None:

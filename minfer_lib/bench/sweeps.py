@@ -96,7 +96,8 @@ def frontier(
         progress,
         {each.name: [min(numbers)] for each in measured if _is_serial(each.engine)},
     )
-    return _result("frontier", rows, works[max(numbers)], measured, repeats, ())
+    notes = tuple(f"{each.name}: {each.engine.settings}" for each in measured if hasattr(each.engine, "settings"))
+    return _result("frontier", rows, works[max(numbers)], measured, repeats, notes)
 
 
 def _is_serial(engine: Engine) -> bool:

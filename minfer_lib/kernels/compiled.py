@@ -51,7 +51,7 @@ def library(name: str = "int8_linear") -> ctypes.CDLL:
 
 
 def _library(name: str) -> ctypes.CDLL:
-    command = shlex.split(os.environ.get(COMPILER, "cc"))
+    command = shlex.split(os.environ.get(COMPILER, "cc"), posix=os.name != "nt")
     if not command:
         raise CannotCompile(f"{COMPILER} is empty")
     if shutil.which(command[0]) is None:

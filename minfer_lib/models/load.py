@@ -58,9 +58,9 @@ class LanguageModel:
     vocab_size: int
     device: torch.device
     quantization: dict[str, Any] | None = None
-    # what engines found out about the model, once for all of them
-    packed_layers: Any = field(default=None, repr=False)  # by `attention.support`
-    input_groups: list[list[str]] | None = field(default=None, repr=False)  # by `fused_linear.shared_inputs`
+    # what engines found out about the model, once for all of them; not of a copy that has another model
+    packed_layers: Any = field(default=None, init=False, repr=False)  # by `attention.support`
+    input_groups: list[list[str]] | None = field(default=None, init=False, repr=False)  # by `shared_inputs`
     # rotary frequencies as they were loaded: module, name of its buffer, values
     frequencies: list[tuple[nn.Module, str, torch.Tensor]] = field(default_factory=list, repr=False)
 
