@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # what needs torch is imported where it is used, so that --he
 
 ENGINES = ("naive", "cached", "slots", "paged", "naive-int8", "cached-int8", "int8", "paged-int8")  # int8: over slots
 NEWEST = "paged"
+FAST = {"auto": "auto", "on": True, "off": False, "fused": "fused", "compiled": "compiled", "graph": "graph"}
 HAS_BENCH = (Path(__file__).parent / "bench" / "cli.py").is_file()  # asked of the folder: imports may find another copy
 INT8_MANIFEST = "int8.json"  # the file by which `save_int8` and `load_model` know a folder of theirs
 CHAT_HELP = "/exit or Ctrl-D ends, /reset forgets the conversation, Ctrl-C stops an answer."
@@ -88,6 +89,10 @@ def parser() -> argparse.ArgumentParser:
     for answering in (one, talk):
         add_model_options(answering)
         answering.add_argument("--engine", choices=ENGINES, default=NEWEST, help=f"default: {NEWEST}")
+        answering.add_argument(
+            "--fast", choices=FAST, default="auto",
+            help="for slots and paged: CUDA graphs with fused or compiled layers (default: auto, on with a GPU)",
+        )  # fmt: skip
         answering.add_argument("--system", metavar="TEXT", help="a system message in front of the conversation")
     add_sampling_options(one)
     add_sampling_options(talk, without=("n", "logprobs"))
@@ -190,7 +195,7 @@ def load(args: argparse.Namespace) -> tuple[LanguageModel, Any]:
     if args.engine.endswith("int8") and lm.quantization is None:
         quantize_int8(lm, progress=sys.stderr.isatty())
     serial = {"naive": NaiveEngine, "cached": CachedEngine}
-    return lm, serial[kind](lm) if kind in serial else LLMEngine(lm, kv_cache=kind)
+    return lm, serial[kind](lm) if kind in serial else LLMEngine(lm, kv_cache=kind, fast=FAST[args.fast])
 
 
 def prompt_of(lm: LanguageModel, text: str, system: Messages, *, raw: bool, chat: bool) -> str | list[int]:
@@ -444,6 +449,9 @@ def info(args: argparse.Namespace) -> int:
         "cache": str(packaged.cache_root()),
         "engines": f"{', '.join(ENGINES)} (used by default: {NEWEST})",
         "attention": describe_backends(device, torch.float32),
+        "fast path": "on by default: fused layers where they can be, else compiled, in CUDA graphs"
+        if device.type == "cuda"
+        else "off by default without a GPU",
         "int8": describe_products(device.type),
     }
     lines |= {f"int8 without {name}": reason for name in DYNAMIC if (reason := why_not(name))}

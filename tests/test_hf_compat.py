@@ -30,6 +30,26 @@ def test_supports_logits_to_keep(tiny: LanguageModel, monkeypatch: pytest.Monkey
     assert not hf_compat.supports_logits_to_keep(tiny.model.model)
 
 
+def test_tensor_places(tiny: LanguageModel):
+    """`_parameters`, `_buffers`: without them every request that joins a fast engine costs milliseconds."""
+    module = nn.Linear(2, 3)
+    module.register_buffer("none", None)
+    places = hf_compat.tensor_places(module)
+    assert [name for _, name in places] == ["weight", "bias"]
+    module.weight = nn.Parameter(torch.zeros(3, 2))
+    assert places[0][0]["weight"] is module.weight  # one that was replaced is seen
+
+
+def test_one_compilation():
+    """`_dynamo.config`: without it a model's layers would be compiled one by one."""
+    from torch import _dynamo
+
+    before = _dynamo.config.allow_unspec_int_on_nn_module
+    with hf_compat.one_compilation():
+        assert _dynamo.config.allow_unspec_int_on_nn_module and _dynamo.config.cache_size_limit == 64
+    assert _dynamo.config.allow_unspec_int_on_nn_module == before
+
+
 def test_causal_class_name(tiny: LanguageModel):
     assert hf_compat.causal_class_name(tiny.model.config) == type(tiny.model).__name__ == "LlamaForCausalLM"
 

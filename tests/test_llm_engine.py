@@ -414,7 +414,7 @@ def test_somebody_elses_steps_lose_nothing_of_a_stream(family: Family, make: Mak
     reader.read()
     outputs = [o for _ in range(3) for o in engine.step()]
     reader.read()
-    assert len(reader.token_ids) > 3  # one piece holds what the steps of others added
+    assert len(reader.token_ids) > (3 if engine.ahead is None else 2)  # one piece holds what the steps of others added
     assert tokens(engine.generate([MIX[4], MIX[5]], free(6))) == [alone(lm, MIX[4], 6), alone(lm, MIX[5], 6)]
     while reader.read():
         pass
@@ -875,7 +875,7 @@ def test_an_id_is_free_again_after_an_abort(tiny: LanguageModel, make_roomy: Mak
         *[(dict(block_size=bad), "block_size") for bad in (0, -16, 16.0, True, None)],
         *[(dict(backend=bad), "backend") for bad in ("", "cuda", "gather", None, 3)],
         *[(dict(enable_prefix_caching=bad), "enable_prefix_caching") for bad in ("no", 1, None)],
-        *[(dict(fast=bad), "fast") for bad in (True, "yes", None)],
+        *[(dict(fast=bad), "fast") for bad in (2, "yes", None)],
         *[
             ({name: bad}, name)
             for name, bad in (("block_size", 10**400), ("clock", 3), ("scheduler", 3), ("scheduler", "shortest"))

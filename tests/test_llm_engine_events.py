@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -50,9 +50,11 @@ class MockRunner:
 
     def __init__(self, cache: Cache) -> None:
         self.memory = cache.pools[0].keys.view(-1)
-        self.model = SimpleNamespace(refresh=lambda: None)  # there is nothing to merge
         self.failure: BaseException | None = None  # raised by the next step
         self.late = False  # after the tokens were taken in
+
+    def refresh(self) -> None:  # there is nothing to merge
+        pass
 
     def execute(self, plan: Plan) -> Samples:
         if self.failure and not self.late:

@@ -101,7 +101,7 @@ def test_shapes_have_the_sizes_they_are_named_after(name: str):
     billions = {
         "smollm2-135m": 0.1345, "qwen2.5-0.5b": 0.494, "qwen2.5-1.5b": 1.5437, "qwen2.5-7b": 7.6156,
         "qwen3-0.6b": 0.596, "llama-3.2-1b": 1.2358, "llama-3.1-8b": 8.0303, "llama-2-7b": 6.7384,
-        "mistral-7b": 7.248,
+        "mistral-7b": 7.248, "gemma-2-2b": 2.6143, "phi-3-mini": 3.8211,
     }[name]  # fmt: skip
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=1e-3)
     assert config.rope_parameters["rope_theta"] >= 10_000

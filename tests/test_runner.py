@@ -61,7 +61,7 @@ def check(inputs: ModelInput, plan: Plan, cache: BlockStore) -> None:
         ends[request] = len(ids) - 1
     sampled = [request for request in plan if request.num_computed + plan[request] == request.num_tokens]
     batch = inputs.batch
-    assert inputs.input_ids.tolist() == [ids] and inputs.position_ids.tolist() == [positions]
+    assert inputs.input_ids.tolist() == ids and inputs.position_ids.tolist() == positions
     assert batch.slot_mapping.tolist() == rows and len(set(rows)) == len(rows)
     assert inputs.sampled == sampled
     assert inputs.logits_rows.tolist() == ([ends[request] for request in sampled] or [0])
@@ -119,7 +119,7 @@ def test_a_request_that_comes_back_is_computed_over_its_answer_too(tiny: Languag
     for computed, tokens, ids in ((0, 5, [1, 2, 3, 11, 12]), (5, 1, [13]), (2, 1, [3]), (2, 3, [3, 11, 12])):
         request.num_computed = computed
         inputs = runner.build({request: tokens})
-        assert inputs.input_ids.tolist() == [ids]
+        assert inputs.input_ids.tolist() == ids
         check(inputs, {request: tokens}, cache)
 
 

@@ -21,7 +21,8 @@ BACKENDS = ("auto", "torch", "compiled", "triton")
 
 
 class AttentionBackend(Protocol):
-    """What attends. Another one is an object with these three, `LLMEngine(lm, backend=MyBackend())`.
+    """What attends. Another one is an object with these three, `LLMEngine(lm, backend=MyBackend())`; if it has a method
+    `write` too, that is called in place of `KVPool.write`.
 
     graph_safe: whether it does the same work whatever the lengths of a step, so that a CUDA graph may hold it.
     attend: query [T, heads, key_dim] of all new tokens -> [T, heads, value_dim]; keys and values of the new tokens are
@@ -58,10 +59,17 @@ class CompiledBackend(TorchBackend):
 
 
 class TritonBackend:
-    """Our kernels in Triton for CUDA devices: one launch for all decoding requests, one for all prompts."""
+    """Our kernels in Triton for CUDA devices: a launch for all decoding requests, one for all prompts, one to write."""
 
     name = "triton"
-    graph_safe = False  # how contexts are split depends on the longest of a step
+    graph_safe = True  # given a bound for the longest, it splits all contexts alike
+
+    @staticmethod
+    def write(pool: KVPool, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """As `KVPool.write`."""
+        from ..kernels.triton.fused_parts import write_cache
+
+        write_cache(keys, values, rows, pool.keys, pool.values)
 
     def attend(self, query: torch.Tensor, pool: KVPool, batch: PackedBatch, **options: Any) -> torch.Tensor:
         from ..kernels.triton.paged_attention import paged_decode, paged_prefill

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from ..cache.pool import KVPool
 from ..errors import UnsupportedModel
 from .batch import PackedBatch
 
@@ -59,7 +60,8 @@ def packed_attention(
     minfer.attended += 1
     pool = minfer.pools[module.layer_idx]
     query = query[0].transpose(0, 1)  # [T, heads, head_dim]
-    pool.write(minfer.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    write = getattr(minfer.backend, "write", KVPool.write)
+    write(pool, minfer.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = minfer.backend.attend(
         query, pool, minfer, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux

@@ -44,6 +44,11 @@ def int8(lm: LanguageModel, **options: Any) -> LanguageModel:
     return quantize_int8(copied(lm, "cpu"), device=device, progress=sys.stderr.isatty(), **options)
 
 
+def int8_weight_only(lm: LanguageModel) -> LanguageModel:
+    """`int8`, with activations left as they are: what the fast path's kernels for GPUs take."""
+    return int8(lm, activations="none") if lm.quantization is None else lm
+
+
 def bitsandbytes(lm: LanguageModel) -> LanguageModel:
     """The model through `bitsandbytes_int8`. Raises `UnsupportedModel` as `int8` does, `BadEnvironment` without it."""
     from ..quant.bitsandbytes import bitsandbytes_int8, imported

@@ -7,6 +7,7 @@ that made it and made again. A tree with changes is refused. Runs named cpu_... 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,11 +20,12 @@ from ..errors import BadEnvironment, MinferError, one_of
 from ..models.load import LanguageModel, load_model
 from . import cheaper, machine
 from .baselines import HFSerial, HFStaticBatch
+from .comparison import compare
 from .decomposition import decompose
 from .results import RECORDED, Result
 from .rungs import ladder
 from .sweeps import frontier, latency_curve
-from .workloads import fixed_lengths, mixed_lengths
+from .workloads import fixed_lengths, mixed_lengths, nano_vllm
 
 SHAPE = "shape:qwen2.5-7b"
 
@@ -45,7 +47,7 @@ def cpu_arrivals() -> Result:
     work = mixed_lengths(lm, n=24, prompt=(16, 48), output=(8, 32), seed=3)
     engines = [
         ("HF padded batch", HFStaticBatch(lm, batch_size=8)),
-        ("slots", LLMEngine(lm, max_num_seqs=8, max_model_len=96, backend="torch")),
+        ("slots", LLMEngine(lm, max_num_seqs=8, max_model_len=96, backend="torch", fast=False)),
     ]
     return latency_curve(engines, work, [0.5, 1, 1.5, 2, 3, 4])
 
@@ -61,7 +63,7 @@ def h200_decomposition() -> Result:
 
 
 def _decomposition(lm: LanguageModel) -> Result:
-    limits = {"max_num_seqs": 8, "max_model_len": 256, "backend": "torch"}
+    limits = {"max_num_seqs": 8, "max_model_len": 256, "backend": "torch", "fast": False}
     paged = {"kv_cache": "paged", "enable_prefix_caching": False, **limits}
     int8 = cheaper.int8(lm)
     found = [
@@ -97,8 +99,41 @@ def h200_frontier() -> Result:
     return frontier(_frontier_engines(lm), prompt_len=15, output_len=64)
 
 
+def h200_fast() -> Result:
+    """Every way of the fast path, in bfloat16 and with weights in int8: prompts of 15 tokens, 1, 8 and 64 at once."""
+    lm = load_model(SHAPE, device="cuda", dtype="bfloat16")
+    int8 = cheaper.int8(lm, activations="none")
+    limits = {"kv_cache": "paged", "max_num_seqs": 64, "max_num_batched_tokens": 4096, "enable_prefix_caching": False}
+    engines = [
+        ("modules", LLMEngine(lm, fast=False, **limits)),
+        *((f"fast, {way}", LLMEngine(lm, fast=way, **limits)) for way in ("graph", "compiled", "fused")),
+        *((f"fast, {way} + int8", LLMEngine(int8, fast=way, **limits)) for way in ("compiled", "fused")),
+    ]
+    return frontier(engines, at_once=(1, 8, 64), prompt_len=15, output_len=128, repeats=5)
+
+
+def h200_nano() -> Result:
+    """nano-vllm's own workload on the shape that it is published for."""
+    lm = load_model("shape:qwen3-0.6b", device="cuda", dtype="bfloat16")
+    limits = {"kv_cache": "paged", "max_num_seqs": 256, "max_num_batched_tokens": 16384, "max_model_len": 2048}
+    engines = [(f"fast, {way}", LLMEngine(lm, fast=way, **limits)) for way in ("compiled", "fused")]
+    return compare(*engines, workload=nano_vllm(lm.vocab_size), repeats=5, show=False)
+
+
+def h200_families() -> Result:
+    """Families that are not fused: their own layers, as they are and compiled, one request."""
+    rows, notes = [], []
+    for name in ("gemma-2-2b", "phi-3-mini"):
+        lm = load_model(f"shape:{name}", device="cuda", dtype="bfloat16")
+        limits = {"kv_cache": "paged", "max_num_seqs": 8, "enable_prefix_caching": False}
+        engines = [(f"{name}, {way}", LLMEngine(lm, fast=way, **limits)) for way in ("graph", "compiled")]
+        found = frontier(engines, at_once=(1,), prompt_len=15, output_len=128, repeats=5)
+        rows, notes = rows + found.rows, [*notes, *found.notes]
+    return dataclasses.replace(found, rows=rows, notes=tuple(dict.fromkeys(notes)))
+
+
 def _frontier_engines(lm: LanguageModel) -> list[tuple[str, object]]:
-    limits = {"max_num_seqs": 32, "max_model_len": 128, "backend": "torch"}
+    limits = {"max_num_seqs": 32, "max_model_len": 128, "backend": "torch", "fast": False}
     return [
         ("HF generate", HFSerial(lm)),
         ("HF padded batch", HFStaticBatch(lm, batch_size=32)),
@@ -116,6 +151,9 @@ RECIPES: dict[str, Callable[[], Result]] = {
     "cpu_decomposition": cpu_decomposition,
     **{f"h200_batch{batch}": (lambda batch=batch: h200_ladder(batch)) for batch in (1, 4, 8)},
     "h200_frontier": h200_frontier,
+    "h200_fast": h200_fast,
+    "h200_nano": h200_nano,
+    "h200_families": h200_families,
     "h200_decomposition": h200_decomposition,
 }
 

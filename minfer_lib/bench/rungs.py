@@ -58,14 +58,17 @@ def _named(target: str) -> Callable[..., Any]:
     return getattr(import_module(f"..{module}", __package__), attribute)
 
 
-INT8 = "bench.cheaper:int8"
+INT8, WEIGHT_ONLY = "bench.cheaper:int8", "bench.cheaper:int8_weight_only"
+LLM_ENGINE = "engine.llm_engine:LLMEngine"
+FAST = {"kv_cache": "paged", "fast": True}
 
 
 def _llm_engine(
     name: str, label: str, chapter: int, kv_cache: str, *, in_ladder: bool = True, weights: str = ""
 ) -> Rung:
-    options = {"kv_cache": kv_cache, "backend": "torch"}  # as the chapters build it; kernels are a later chapter's
-    return Rung(name, label, "engine.llm_engine:LLMEngine", options, chapter, in_ladder, weights, "max_num_seqs")
+    # as the chapters build it; kernels and the fast path are later chapters'
+    options = {"kv_cache": kv_cache, "backend": "torch", "fast": False}
+    return Rung(name, label, LLM_ENGINE, options, chapter, in_ladder, weights, "max_num_seqs")
 
 
 RUNGS: list[Rung] = [
@@ -98,6 +101,17 @@ RUNGS: list[Rung] = [
     _llm_engine("bnb-int8", "bitsandbytes int8", 0, "slots", in_ladder=False, weights="bench.cheaper:bitsandbytes"),
     _llm_engine("paged", "paged", 6, "paged"),
     _llm_engine("paged-int8", "paged + int8", 6, "paged", weights=INT8),
+    Rung("fast", "fast", LLM_ENGINE, FAST, chapter=8, limit="max_num_seqs", device="cuda"),
+    Rung(
+        "fast-int8",
+        "fast + int8",
+        LLM_ENGINE,
+        FAST,
+        chapter=8,
+        weights=WEIGHT_ONLY,
+        limit="max_num_seqs",
+        device="cuda",
+    ),
 ]
 
 

@@ -5,7 +5,8 @@ which blocks a request has, is decided by the cache that builds on `BlockStore`:
 (`slots.SlotKVCache`), or many short ones (`paged.PagedKVCache`). Attention reads both in the same way.
 
 Invariant: nobody reads a row that is not among the tokens of their request, so that nothing is ever wiped. Behind the
-blocks one more row, the trash row, holds zeros and stands wherever an index has to point at something.
+blocks one more row, the trash row, holds zeros and stands wherever an index has to point at something to read; and
+another one, the spare row, where it has to point at something to write to.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class BlockStore:
     """`num_blocks` blocks of `block_size` tokens on a device, and the block table of each request that has some.
 
     layers: {layer index: its shape}. Memory is reserved at once: `nbytes_reserved`. All layers of a shape lie in one
-    tensor, keys [layers, num_blocks * block_size + 1, kv_heads, key_dim] and values alike, so that a block is copied in
+    tensor, keys [layers, num_blocks * block_size + 2, kv_heads, key_dim] and values alike, so that a block is copied in
     one operation; `pools` has the view of each layer that attention reads and writes.
 
     tables: int32 [requests, blocks], a row for each block table, on the host. Entries behind a request's own blocks
@@ -119,7 +120,7 @@ class BlockStore:
         self._stores: list[torch.Tensor] = []  # [layers of a shape, rows, kv_heads, dim]
         for shape in dict.fromkeys(layers.values()):
             alike = [index for index, other in layers.items() if other == shape]
-            room = len(alike), num_blocks * block_size + 1, shape.kv_heads
+            room = len(alike), num_blocks * block_size + 2, shape.kv_heads
             keys, values = (zeros((*room, dim), shape.dtype, device) for dim in (shape.key_dim, shape.value_dim))
             self._stores += [keys, values]
             for i, index in enumerate(alike):
@@ -131,6 +132,11 @@ class BlockStore:
     def trash_row(self) -> int:
         """The row behind all blocks, which holds zeros."""
         return self.num_blocks * self.block_size
+
+    @property
+    def spare_row(self) -> int:
+        """The row behind that, which rows of a batch that do nothing write to, and nobody reads."""
+        return self.trash_row + 1
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that so many tokens need."""

@@ -26,6 +26,7 @@ from ..models.load import LanguageModel
 from ..models.memory import GIB, PeakMemory
 
 SHARE = 0.9  # of the memory that is left; what an allocator cannot use well needs some too
+GRAPH_BYTES = 5 * GIB // 4  # a process's first CUDA graphs took 0.6 to 1.2 GiB on an H200, cuBLAS's workspaces included
 SHORTEST = 256  # tokens; below it rather fewer slots than shorter ones
 
 
@@ -39,9 +40,10 @@ def make_cache(
     max_model_len: int | None,
     step_tokens: int,
     enable_prefix_caching: bool,
+    graphs: bool = False,
 ) -> tuple[Any, int]:
     """(the cache of an engine, its max_model_len). The arguments are those of `LLMEngine`; step_tokens is its
-    max_num_batched_tokens.
+    max_num_batched_tokens; graphs: CUDA graphs will need room too.
 
     Raises `UnsupportedModel` for a model that a packed row cannot serve, `InvalidParameter` if what was asked for in so
     many words does not fit.
@@ -58,11 +60,12 @@ def make_cache(
         raise must_be("kv_cache", '"slots", "paged", a subclass of PagedKVCache or a cache', kv_cache)
     layers = packed_layers(lm)
     if kv_cache == "slots":
-        cache = make_slots(lm, layers, max_num_seqs, num_blocks, length, step_tokens, cut=max_model_len is None)
+        cut = max_model_len is None
+        cache = make_slots(lm, layers, max_num_seqs, num_blocks, length, step_tokens, cut=cut, graphs=graphs)
         return cache, cache.block_size
     if not isinstance(kv_cache, str) and not is_class:
         return kv_cache, min(length, kv_cache.tables.shape[1] * kv_cache.block_size)
-    blocks = count_blocks(lm, layers, max_num_seqs, num_blocks, length, block_size, step_tokens)
+    blocks = count_blocks(lm, layers, max_num_seqs, num_blocks, length, block_size, step_tokens, graphs)
     cache = (kv_cache if is_class else PagedKVCache)(
         layers, blocks, block_size, lm.device, enable_prefix_caching=enable_prefix_caching, max_num_seqs=max_num_seqs,
         max_model_len=length,
@@ -72,7 +75,7 @@ def make_cache(
 
 def make_slots(
     lm: LanguageModel, layers: dict[int, LayerShape], max_num_seqs: int, num_blocks: int | None, length: int,
-    step_tokens: int, cut: bool,
+    step_tokens: int, cut: bool, graphs: bool = False,
 ) -> SlotKVCache:  # fmt: skip
     """A cache with a slot of `length` tokens for each of max_num_seqs requests, or num_blocks slots.
 
@@ -80,7 +83,7 @@ def make_slots(
     """
     slots = num_blocks or max_num_seqs
     per_token = sum(shape.bytes_per_token for shape in layers.values())
-    left = bytes_left(lm, layers, slots * length * per_token, length, step_tokens, max_num_seqs)
+    left = bytes_left(lm, layers, slots * length * per_token, length, step_tokens, max_num_seqs, graphs)
     fits = int(SHARE * left) // max(1, per_token)  # tokens
     if slots * length > fits:
         asked = f"{slots} slots of {length:,} tokens ({slots * length * per_token / GIB:.1f} GiB)"
@@ -105,13 +108,13 @@ def make_slots(
 
 def count_blocks(
     lm: LanguageModel, layers: dict[int, LayerShape], max_num_seqs: int, num_blocks: int | None, length: int,
-    block_size: int, step_tokens: int,
+    block_size: int, step_tokens: int, graphs: bool = False,
 ) -> int:  # fmt: skip
     """Blocks of block_size tokens: num_blocks, or as many as max_num_seqs requests of `length` tokens could ever fill,
     or as fit."""
     per_block = block_size * sum(shape.bytes_per_token for shape in layers.values())
     wanted = num_blocks or max_num_seqs * -(-length // block_size)
-    left = bytes_left(lm, layers, wanted * per_block, length, step_tokens, max_num_seqs)
+    left = bytes_left(lm, layers, wanted * per_block, length, step_tokens, max_num_seqs, graphs)
     fits = int(SHARE * left) // max(1, per_block)
     if fits < 1 or (num_blocks is not None and num_blocks > fits):
         least = num_blocks or 1
@@ -131,10 +134,11 @@ def count_blocks(
 
 
 def bytes_left(
-    lm: LanguageModel, layers: dict[int, LayerShape], wanted: int, length: int, step_tokens: int, max_num_seqs: int
-) -> int:
+    lm: LanguageModel, layers: dict[int, LayerShape], wanted: int, length: int, step_tokens: int, max_num_seqs: int,
+    graphs: bool = False,
+) -> int:  # fmt: skip
     """Bytes for a cache that is to have `wanted` ones: what is free, less what a step takes where that matters."""
-    free = available_bytes(lm.device)
+    free = available_bytes(lm.device) - graphs * GRAPH_BYTES
     if wanted <= SHARE * free / 2:
         return free  # there is plenty of room for both, and nothing to find out
     return max(0, free - step_bytes(lm, layers, length, step_tokens, min(step_tokens, max_num_seqs)))

@@ -27,7 +27,16 @@ import torch
 from tqdm.auto import tqdm
 
 from ..attention.backends import AttentionBackend, choose_backend
-from ..errors import GenerationFailed, InvalidParameter, InvariantBroken, MinferError, integer, must_be, number
+from ..errors import (
+    GenerationFailed,
+    InvalidParameter,
+    InvariantBroken,
+    MinferError,
+    integer,
+    must_be,
+    number,
+    one_of,
+)
 from ..generation.params import SamplingParams
 from ..generation.prompts import Prompt, check_fits_pool, make_requests, one_prompt
 from ..generation.request import PieceReader, Request, RequestOutput, StreamPiece
@@ -39,6 +48,8 @@ from .runner import ModelRunner
 from .scheduler import WATERMARK, Plan, Scheduler
 from .serial import Engine
 from .trace import StepTrace, Totals
+
+FAST = ("auto", "fused", "compiled", "graph")
 
 
 class LLMEngine(Engine):
@@ -55,7 +66,10 @@ class LLMEngine(Engine):
     max_num_seqs: requests that run at once at most; others wait. max_num_batched_tokens: tokens that one step computes
       at most, so that a long prompt is taken in chunks. max_model_len: tokens of prompt and answer together; None takes
       the model's limit, at most 2,048, less where slots would not fit in memory (a warning says so).
-    fast: "auto" or False; no fast path is built yet.
+    fast: remove launches, the work between them and waiting for the host (`fast`). True takes the first way that this
+      model and device can go, and proves it: "fused" (our own layers), "compiled" (the model's, through torch.compile),
+      "graph" (the model's, as they are, in a CUDA graph); each may be asked for by name. "auto" is True on CUDA and
+      False on a CPU. `fast_path` says which way it went.
     scheduler: a `Scheduler` class, or an object with its methods. backend: "auto", "torch", "compiled", "triton" or an
       `AttentionBackend`.
     clock: seconds as a float; tests inject their own. trace: keep a `StepTrace` of every step in `steps`.
@@ -79,7 +93,7 @@ class LLMEngine(Engine):
         max_num_batched_tokens: int = 512,
         enable_prefix_caching: bool = True,
         max_model_len: int | None = None,
-        fast: Literal["auto", False] = "auto",
+        fast: bool | Literal["auto", "fused", "compiled", "graph"] = "auto",
         scheduler: type[Scheduler] | Scheduler = Scheduler,
         backend: str | AttentionBackend = "auto",
         clock: Callable[[], float] = time.perf_counter,
@@ -91,8 +105,8 @@ class LLMEngine(Engine):
             raise must_be("scheduler", "a Scheduler class, or an object with its methods", scheduler)
         if not isinstance(trace, bool):
             raise must_be("trace", "True or False", trace)
-        if fast is not False and not (isinstance(fast, str) and fast == "auto"):
-            raise must_be("fast", "'auto' or False: there is no fast path yet", fast)
+        if not isinstance(fast, bool | str) or (isinstance(fast, str) and fast not in FAST):
+            raise must_be("fast", f"True, False or {one_of(FAST)}", fast)
         if not isinstance(enable_prefix_caching, bool):
             raise must_be("enable_prefix_caching", "True or False", enable_prefix_caching)
         self.max_num_seqs = integer("max_num_seqs", max_num_seqs, at_least=1, at_most=2**20)
@@ -100,10 +114,11 @@ class LLMEngine(Engine):
         self.kv_cache = kv_cache
         if type(self).name == Engine.name:  # else a class that builds on this one has a name of its own
             self.name = kv_cache if isinstance(kv_cache, str) else "paged"
+        fast = lm.device.type == "cuda" if fast == "auto" else fast
         self.cache, self.max_model_len = make_cache(
             lm, kv_cache, max_num_seqs=self.max_num_seqs, num_blocks=num_blocks, block_size=block_size,
             max_model_len=max_model_len, step_tokens=self.max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching,
+            enable_prefix_caching=enable_prefix_caching, graphs=fast is not False and lm.device.type == "cuda",
         )  # fmt: skip
         if isinstance(scheduler, type):
             scheduler = scheduler(
@@ -119,8 +134,19 @@ class LLMEngine(Engine):
         self.scheduler = scheduler
         dtype = next((pool.keys.dtype for pool in self.cache.pools.values()), lm.dtype)
         self.backend = choose_backend(lm.device, dtype, backend)
-        self.runner = ModelRunner(lm, self.cache, Sampler(lm.eos_ids), self.backend)
+        sampler = Sampler(lm.eos_ids)
         self.fast, self.trace, self.steps = fast, trace, []
+        self.ahead: Any = None  # steps whose tokens are not waited for, on the fast path
+        if fast is False:
+            self.runner = ModelRunner(lm, self.cache, sampler, self.backend)
+        else:
+            from ..fast import choose  # only where it is used: it brings compilers
+
+            self.runner = choose.make_runner(
+                lm, self.cache, sampler, self.backend, fast, max_num_seqs=self.max_num_seqs,
+                max_model_len=self.max_model_len,
+            )  # fmt: skip
+            self.ahead = choose.make_ahead(self)
         self.totals = Totals()
 
         self._requests: dict[str, list[Request]] = {}  # by id, all that have not been handed out
@@ -141,17 +167,17 @@ class LLMEngine(Engine):
     def _step(self) -> None:
         began = self.clock()
         self._take_in(began)
+        if self.ahead is not None and self.ahead.step(began):
+            return None
         plan = self.scheduler.schedule()
         if not plan:
             return self._check_idle()
+        if self.ahead is not None and self.ahead.begin(plan, began):
+            return None
         scheduled = self.clock()
         samples = self._execute(plan)
         if samples is not None:
-            computed = self.clock()
-            self._observe(plan, samples)
-            for request in self.scheduler.update(plan, samples, computed):
-                self._deliver(request)
-            self._time(began, scheduled, computed)
+            self._take_out(plan, samples, began, scheduled)
 
     def _execute(self, plan: Plan) -> Samples | None:
         """The samples of a step; None if the model failed, which ends the requests of the step with an error."""
@@ -162,15 +188,28 @@ class LLMEngine(Engine):
         try:
             return self.runner.execute(plan)
         except Exception as error:
-            out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-            message = f"out of memory: {error}" if out_of_memory else f"{type(error).__name__}: {error}"
-            cause = None if out_of_memory else without_frames(error)
-        for request in plan:
-            request.cause = cause
-            request.finish("error", self.clock(), error=message)
-            self.scheduler.remove(request)
+            self._fail(plan, error)
+            return None
+
+    def _take_out(self, plan: Plan, samples: Samples, began: float, scheduled: float) -> None:
+        """A step is computed: its tokens go to the requests, and those that they end to whoever asked."""
+        computed = self.clock()
+        self._observe(plan, samples)
+        for request in self.scheduler.update(plan, samples, computed):
             self._deliver(request)
-        return None
+        self._time(began, scheduled, computed)
+
+    def _fail(self, plan: Plan, error: Exception) -> None:
+        """The model failed in a step: its requests end."""
+        out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        message = f"out of memory: {error}" if out_of_memory else f"{type(error).__name__}: {error}"
+        cause = None if out_of_memory else without_frames(error)
+        for request in plan:
+            if not request.finished:
+                request.cause = cause
+                request.finish("error", self.clock(), error=message)
+                self.scheduler.remove(request)
+                self._deliver(request)
 
     def _take_in(self, now: float) -> None:
         """Requests that have arrived join the queue; those that were aborted or whose time is up end."""
@@ -194,7 +233,7 @@ class LLMEngine(Engine):
 
     def _follow_model(self) -> None:
         """What was done to the model since requests joined last: weights that moved, and keys of weights of before."""
-        self.runner.model.refresh()
+        self.runner.refresh()
         if self._weights is not None and self._weights.changed():
             self.cache.reset_prefix_cache()
 
@@ -222,6 +261,8 @@ class LLMEngine(Engine):
     def _recover(self) -> None:
         """After a step that was broken off: puts everything together again from the requests and their tokens."""
         now = self.clock()
+        if self.ahead is not None:
+            self.ahead.forget()
         requests = [r for answers in list(self._requests.values()) for r in answers if r.arrival]
         self.scheduler.reset()
         self._deadlines = [(r.deadline, r.arrival, r) for r in requests if r.deadline is not None and not r.finished]
@@ -475,6 +516,11 @@ class LLMEngine(Engine):
     def kv_tokens(self) -> int:
         """Tokens that the KV cache has room for: the most that one request could have, if it were alone."""
         return self.cache.num_blocks * self.cache.block_size
+
+    @property
+    def fast_path(self) -> str:
+        """What of the fast path this engine runs, with what its graphs cost; or why it runs none."""
+        return self.runner.description
 
     def kv_bytes(self) -> int:
         """Bytes that the KV cache reserves."""

@@ -7,7 +7,7 @@ waits for the device before `Pending.result`: launching a step and waiting for i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,8 +32,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
+class StepNumbers:
+    """One step as the host knows it: for each token of its row id, position and row of the pools; the tokens whose
+    logits are wanted, for `sampled`; for each request new tokens, tokens in all and row of the block tables."""
+
+    ids: list[int]
+    positions: np.ndarray
+    slots: np.ndarray
+    rows: list[int]
+    q_lens: list[int]
+    kv_lens: list[int]
+    table_rows: np.ndarray
+    num_decodes: int
+    sampled: list[Request]
+
+
+@dataclass(eq=False)
 class ModelInput:
-    """One step's row: input_ids and position_ids [1, T]; logits_rows [samples], the rows of it that give a new token
+    """One step's row: input_ids and position_ids [T]; logits_rows [samples], the rows of it that give a new token
     to `sampled`, in this order."""
 
     input_ids: torch.Tensor
@@ -43,17 +59,48 @@ class ModelInput:
     sampled: list[Request]
 
 
-class ModelRunner:
-    """Builds the packed row, calls the model, samples.
+class ViewDecoder:
+    """The model's own forward pass, through the engine's view of it (`attention.view`).
 
-    model: the engine's own view of the model (`attention.view`).
+    Called with ids and positions int64 [T], a batch and the rows whose logits are wanted, None for all of them: logits
+    [rows, vocab]. A decoder of another kind (`fast`) has the same three names.
     """
 
-    def __init__(self, lm: LanguageModel, cache: BlockStore, sampler: Sampler, backend: AttentionBackend) -> None:
-        self.lm, self.cache, self.sampler, self.backend = lm, cache, sampler, backend
+    name = "graph"  # of the way that captures it
+
+    def __init__(self, lm: LanguageModel) -> None:
         packed_layers(lm)  # a model that cannot be run this way is refused
-        self.model = EngineView(lm, NAME)
+        self.view = EngineView(lm, NAME)
         self._keeps_rows = hf_compat.supports_logits_to_keep(lm.model)
+
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, batch: PackedBatch, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        keep = {"logits_to_keep": rows} if self._keeps_rows and rows is not None else {}
+        # our cache travels with the batch
+        out = self.view(input_ids=ids[None], position_ids=positions[None], use_cache=False, minfer=batch, **keep)
+        logits = out.logits[0]
+        return logits if keep or rows is None else logits[rows]
+
+    def refresh(self) -> None:
+        """Follows what was done to the model: weights that were moved or replaced."""
+        self.view.refresh()
+
+
+class ModelRunner:
+    """Builds the packed row, runs the decoder, samples.
+
+    description: of the fast path, for `LLMEngine.fast_path`.
+    """
+
+    description = "none: the model's own modules run"
+
+    def __init__(
+        self, lm: LanguageModel, cache: BlockStore, sampler: Sampler, backend: AttentionBackend,
+        decoder: Callable[..., torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.lm, self.cache, self.sampler, self.backend = lm, cache, sampler, backend
+        self.decoder = decoder or ViewDecoder(lm)
 
     def execute(self, plan: Plan) -> Samples:
         """Computes a step; one sample for each request whose tokens are all computed then, in the plan's order."""
@@ -67,7 +114,11 @@ class ModelRunner:
             return NothingSampled()
         return self.sampler.launch(logits, inputs.sampled)
 
-    def build(self, plan: Plan) -> ModelInput:
+    def refresh(self) -> None:
+        """Follows what was done to the model since requests joined last."""
+        self.decoder.refresh()
+
+    def numbers(self, plan: Plan) -> StepNumbers:
         """The row of a step. Tokens of a request stay together; requests with one token come first."""
         cache, size = self.cache, self.cache.block_size
         decodes = [request for request, tokens in plan.items() if tokens == 1]
@@ -91,19 +142,26 @@ class ModelRunner:
 
         q_lens = [1] * len(decodes) + [plan[request] for request in others]
         kv_lens = [begin + new for begin, new in zip(begins, q_lens, strict=True)]
-        starts = np.cumsum([0, *q_lens[len(decodes) :]])
         ends = dict(zip(requests, itertools.accumulate(q_lens), strict=True))
         sampled = [request for request, tokens in plan.items() if request.num_computed + tokens == request.num_tokens]
         rows = [ends[request] - 1 for request in sampled] or [0]  # of logits that nobody reads where none is the last
-        ids, positions, slots, rows, lengths, starts, tables = self._to_device(
-            ids, flat_positions, slots, rows, kv_lens, starts, table_rows
+        return StepNumbers(
+            ids, flat_positions, slots, rows, q_lens, kv_lens, table_rows, num_decodes=len(decodes), sampled=sampled
         )
-        width = cache.blocks_for(max(kv_lens))
+
+    def build(self, plan: Plan) -> ModelInput:
+        """The row of a step, on the device."""
+        step, cache = self.numbers(plan), self.cache
+        starts = np.cumsum([0, *step.q_lens[step.num_decodes :]])
+        ids, positions, slots, rows, lengths, starts, tables = self._to_device(
+            step.ids, step.positions, step.slots, step.rows, step.kv_lens, starts, step.table_rows
+        )
+        width = cache.blocks_for(max(step.kv_lens))
         batch = PackedBatch(
-            cache.pools, size, cache.trash_row, q_lens, kv_lens, len(decodes), slots,
+            cache.pools, cache.block_size, cache.trash_row, step.q_lens, step.kv_lens, step.num_decodes, slots,
             cache.device_tables[:, :width].index_select(0, tables), lengths.int(), starts.int(), self.backend,
         )  # fmt: skip
-        return ModelInput(ids[None], positions[None], batch, rows, sampled)
+        return ModelInput(ids, positions, batch, rows, step.sampled)
 
     def _to_device(self, *numbers: Iterable[int]) -> tuple[torch.Tensor, ...]:
         """The numbers of a step as int64 tensors, and the block tables brought up to date, in one copy."""
@@ -124,21 +182,13 @@ class ModelRunner:
 
     def forward(self, inputs: ModelInput) -> torch.Tensor:
         """Logits [samples, vocab]; of one row that nobody reads where no chunk is its prompt's last."""
-        keep = {"logits_to_keep": inputs.logits_rows} if self._keeps_rows else {}
         with torch.no_grad():
-            logits = self.model(
-                input_ids=inputs.input_ids,
-                position_ids=inputs.position_ids,
-                use_cache=False,  # ours travels with the batch
-                minfer=inputs.batch,
-                **keep,
-            ).logits[0]
+            logits = self.decoder(inputs.input_ids, inputs.position_ids, inputs.batch, inputs.logits_rows)
         if inputs.batch.attended != len(self.cache.pools):
             raise UnsupportedModel(
                 f"only {inputs.batch.attended} of {len(self.cache.pools)} layers of {self.lm.name} attended by the "
                 "batch: a forward was replaced by one that runs something else. Make a new engine."
             )
-        logits = logits if self._keeps_rows else logits[inputs.logits_rows]
         return logits[: len(inputs.sampled)]
 
 

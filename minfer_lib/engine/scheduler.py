@@ -162,11 +162,38 @@ class Scheduler:
             plan[request] = tokens
         return plan
 
+    def schedule_ahead(self, plan: Plan) -> Plan:
+        """The step after `plan`, whose tokens nobody has seen yet: all that run decode on. Empty where more is to be
+        decided, or where nobody is left to go on: then `plan` has to be over first.
+
+        A request that ends with the token that is on its way, and whose length does not tell, computes one token more,
+        which `update` drops.
+        """
+        room, ahead = self.cache.block_size * self.cache.num_blocks, {}
+        if len(self.running) > self.max_num_batched_tokens or (self.waiting and len(self.running) < self.max_num_seqs):
+            return {}
+        going_on = [request for request in plan if not request.finished]
+        if len(going_on) != len(self.running):
+            return {}
+        for request in going_on:
+            end = request.num_computed + 2  # with the token of `plan`, and the one after it
+            if len(request.token_ids) + 1 >= request.max_new_tokens or end > room:
+                if self.waiting:
+                    return {}  # somebody takes its place
+                continue  # its last token is on its way
+            if end > request.table.capacity and not self.cache.allocate(request, end):
+                return {}  # somebody has to be preempted
+            ahead[request] = 1
+        return ahead
+
     def update(self, plan: Plan, samples: Samples, now: float) -> list[Request]:
         """Appends the new tokens of a step that was computed, and takes out the requests that they end."""
         size, room = self.cache.block_size, self.cache.block_size * self.cache.num_blocks
         ended, row = [], 0
         for request, tokens in plan.items():
+            if request.finished:  # while the step was in flight; it had one token, and so a sample
+                row += 1
+                continue
             request.num_computed += tokens
             if request.num_computed < request.num_tokens:
                 continue  # a chunk of a prompt that is not the last

@@ -120,6 +120,8 @@ def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conve
 def _items(values: Any) -> list[Any]:
     """What a list, array, tensor or other iterable holds, numbers of other libraries as Python's."""
     values = _plain(values)
+    if type(values) is list and _are_integers(values):
+        return values.copy()
     if isinstance(values, NO_LIST) or not isinstance(values, Iterable):
         raise InvalidPrompt(f"A prompt is a string or a list of token ids; {shown(values)} is neither.")
     return [_plain(value) for value in values]
@@ -130,7 +132,7 @@ def _plain(value: Any) -> Any:
 
 
 def _are_integers(values: list[Any]) -> bool:
-    return all(type(value) is int for value in values)  # True and False are no token ids
+    return set(map(type, values)) <= {int}  # True and False are no token ids
 
 
 # -- checks against the model -----------------------------------------------------------------------------------------
@@ -147,9 +149,10 @@ def prompt_token_ids(lm: LanguageModel, prompt: Prompt, max_model_len: int) -> l
             raise InvalidPrompt(f"A prompt is a string or a list of token ids; {shown(prompt)} is neither.")
     if not token_ids:
         raise InvalidPrompt("A prompt has no tokens. A model needs at least one to continue from; give it some text.")
-    if outside := [t for t in token_ids if not 0 <= t < lm.vocab_size]:
+    if not 0 <= min(token_ids) <= max(token_ids) < lm.vocab_size:
+        outside = next(t for t in token_ids if not 0 <= t < lm.vocab_size)
         raise InvalidPrompt(
-            f"Token id {shown(outside[0])} is not in the vocabulary of {lm.name}: ids go from 0 to {lm.vocab_size - 1}."
+            f"Token id {shown(outside)} is not in the vocabulary of {lm.name}: ids go from 0 to {lm.vocab_size - 1}."
         )
     if len(token_ids) >= max_model_len:
         raise _too_long(f"{len(token_ids)} tokens", lm, max_model_len)

@@ -158,9 +158,9 @@ class PendingSamples:
         return samples
 
 
-def undefined(largest: float, usable: float) -> ValueError:
+def undefined(largest: float | str, usable: float = 0.0) -> ValueError:
     """The error of a row whose largest logit is not a number to choose by: NaN (one is enough) or infinite."""
-    if not abs(largest) < torch.inf:
+    if isinstance(largest, str) or not abs(largest) < torch.inf:
         return ValueError(
             f"the model's largest logit of this step is {largest}, so there is no token to choose: the model "
             "overflowed. Try float32 or bfloat16."
@@ -373,12 +373,20 @@ def uniform(seeds: Sequence[int], indices: Sequence[int], positions: Sequence[in
     no state to carry, so that the 7th token of a request draws the same number whenever it is computed. Each part is
     mixed in turn, so that neighbouring seeds and indices have nothing in common.
     """
+    return numbers_of(streams(seeds, indices), torch.tensor(list(positions), dtype=torch.int64))
+
+
+def streams(seeds: Sequence[int], indices: Sequence[int]) -> torch.Tensor:
+    """int64 [rows]: what of `uniform` does not change while an answer grows."""
     mask = (1 << 64) - 1
     as_int64 = [((seed & mask) ^ (1 << 63)) - (1 << 63) for seed in seeds]  # two's complement
-    x = torch.tensor(as_int64, dtype=torch.int64)
-    for part in (indices, positions):
-        x = _mix64(x) + torch.tensor(list(part), dtype=torch.int64)
-    return (_mix64(x) >> 11 & ((1 << 53) - 1)).double() * 2.0**-53
+    x = _mix64(torch.tensor(as_int64, dtype=torch.int64)) + torch.tensor(list(indices), dtype=torch.int64)
+    return _mix64(x)
+
+
+def numbers_of(streams: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The rest of `uniform`: float64 [rows] from `streams` and positions, both int64 [rows]."""
+    return (_mix64(streams + positions) >> 11 & ((1 << 53) - 1)).double() * 2.0**-53
 
 
 def _mix64(x: torch.Tensor) -> torch.Tensor:

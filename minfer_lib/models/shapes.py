@@ -69,6 +69,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         max_position_embeddings=32768, sliding_window=None, rms_norm_eps=1e-5, rope_theta=1_000_000.0,
         bos_token_id=1, eos_token_id=2,
     ),
+    "gemma-2-2b": dict(
+        model_type="gemma2", num_hidden_layers=26, hidden_size=2304, intermediate_size=9216, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=256, vocab_size=256000, tie_word_embeddings=True,
+        max_position_embeddings=8192, sliding_window=4096, query_pre_attn_scalar=256, attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0, rms_norm_eps=1e-6, rope_theta=10_000.0, bos_token_id=2, eos_token_id=1,
+        pad_token_id=0,
+    ),
+    "phi-3-mini": dict(
+        model_type="phi3", num_hidden_layers=32, hidden_size=3072, intermediate_size=8192, num_attention_heads=32,
+        num_key_value_heads=32, vocab_size=32064, tie_word_embeddings=False, max_position_embeddings=4096,
+        sliding_window=2047, rms_norm_eps=1e-5, rope_theta=10_000.0, bos_token_id=1, eos_token_id=32000,
+        pad_token_id=32000,
+    ),
 }  # fmt: skip
 
 

@@ -45,6 +45,26 @@ class WeightWatch:
         return not same
 
 
+class Surroundings:
+    """Of the modules that a model has now: where their tensors are, and what stands around them or in their place.
+
+    Looked at each time a request joins, so that a captured graph, which knows nothing of both, can be given up.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = list(model.modules())
+        self._places = [place for module in self._layers for place in hf_compat.tensor_places(module)]
+
+    def addresses(self) -> list[int]:
+        return [kept[name].data_ptr() for kept, name in self._places]
+
+    def calls(self) -> list[object]:
+        """Hooks, and forwards that modules were given."""
+        hooked = filter(hf_compat.has_hooks, self._layers)
+        hooks = [hook for module in hooked for hook in hf_compat.hooks_of(module)]
+        return hooks + [module.__dict__["forward"] for module in self._layers if "forward" in module.__dict__]
+
+
 def _few(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a few numbers of a tensor, from all over it where it lies in one piece."""
     if tensor.is_contiguous():

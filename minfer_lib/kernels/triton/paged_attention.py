@@ -18,8 +18,9 @@ import triton
 
 from ...errors import InvalidParameter
 from .device import TRITON_DTYPES, dot_dtype, gpu_of
+from .few_rows import TICKETS, scratch
 from .paged_kernels import decode_kernel, merge_kernel, prefill_kernel
-from .paged_plan import AttentionPlan, plan_decode, plan_prefill, plan_splits
+from .paged_plan import FEW_PARTS, AttentionPlan, plan_decode, plan_prefill, plan_splits
 
 LOG2_E = math.log2(math.e)
 NO_WINDOW = 2**31 - 1  # more than any context: positions are int32
@@ -45,7 +46,8 @@ def paged_decode(
     value_dim], the pools of a layer in the query's dtype: the token at position p of request r lies in row
     block_tables[r, p // block_size] * block_size + p % block_size. block_tables [R, W] int32, a slice of a wider table
     too; kv_lens [R] int32, the tokens of each request, the new one included. No other row and no other entry of the
-    table is read. A request of length 0 gets zeros. longest: the largest of kv_lens, or more, as the host knows it.
+    table is read. A request of length 0 gets zeros. longest: the largest of kv_lens, or more, as the host knows it; a
+    bound that holds for all steps makes a launch that a CUDA graph can repeat.
 
     Query head h reads key head h // (heads // kv_heads). scale: factor of the scores; softcap: they become softcap *
     tanh(scores / softcap) then; window: only the last so many keys are seen; sinks [heads]: a score more for each head
@@ -63,16 +65,21 @@ def paged_decode(
     plan = plan_decode(heads // kv_heads, key_dim, value_dim, query.dtype.itemsize, gpu.shared_memory)
     window = window or NO_WINDOW
     splits, keys_per_split = plan_splits(requests, kv_heads, max(1, min(longest, window)), gpu.sms)
-    partial = None if splits == 1 else query.new_empty((requests, heads, splits, value_dim + 2), dtype=torch.float32)
+    groups = kv_heads * triton.cdiv(heads // kv_heads, plan.rows)
+    parts = "one" if splits == 1 else "few" if splits <= FEW_PARTS and requests * groups <= TICKETS else "many"
+    partial = tickets = None
+    if parts != "one":
+        partial, tickets = scratch(query.device, requests * heads * splits * (value_dim + 2))
     if query.stride(2) != 1:
         query = query.contiguous()
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        decode_kernel[(kv_heads * triton.cdiv(heads // kv_heads, plan.rows), splits, requests)](
-            query, keys, values, block_tables, kv_lens, sinks, out, partial, query.stride(0), query.stride(1),
-            block_tables.stride(0), keys_per_split, window, *_factors(scale, softcap), WHOLE=partial is None,
+        decode_kernel[(groups, splits, requests)](
+            query, keys, values, block_tables, kv_lens, sinks, out, partial, tickets, query.stride(0), query.stride(1),
+            block_tables.stride(0), keys_per_split, window, *_factors(scale, softcap), PARTS=parts,
+            AT_ONCE=max(1, min(8, 8192 // (plan.rows * plan.padded_value))),
             **_options(plan, query, values, block_size, softcap, sinks),
         )  # fmt: skip
-        if partial is not None:
+        if parts == "many":
             merge_kernel[(heads, requests)](
                 partial, kv_lens, out, keys_per_split, splits, window,
                 VALUE_DIM=value_dim, PADDED_VALUE=plan.padded_value, TILE=16, num_warps=2,

@@ -101,31 +101,64 @@ def _attend(
     return top, total, average
 
 
+@triton.jit
+def _merge(
+    partial_ptr, out_ptr, first_row, in_group, parts, splits,
+    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the parts of some heads of a request, AT_ONCE at a time, in order.
+
+    The parts were written by other programs of this launch: they are read past the L1 cache.
+    """
+    dims = tl.arange(0, PADDED_VALUE)
+    row = first_row + in_group
+    top, total = tl.full((ROWS,), LOWEST, tl.float32), tl.zeros((ROWS,), tl.float32)
+    average = tl.zeros((ROWS, PADDED_VALUE), tl.float32)
+    for at in range(0, parts, AT_ONCE):
+        i = at + tl.arange(0, AT_ONCE)
+        seen = (i < parts)[:, None] & (in_group < GROUP)[None, :]
+        part = partial_ptr + (row[None, :] * splits + i[:, None]) * (VALUE_DIM + 2)  # [AT_ONCE, ROWS]
+        tops = tl.load(part + VALUE_DIM, mask=seen, other=LOWEST, cache_modifier=".cg")
+        totals = tl.load(part + VALUE_DIM + 1, mask=seen, other=0.0, cache_modifier=".cg")
+        inside = seen[:, :, None] & (dims < VALUE_DIM)[None, None, :]
+        averages = tl.load(part[:, :, None] + dims[None, None, :], mask=inside, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        weights, shrink = tl.exp2(tops - new_top[None, :]), tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(totals * weights, 0)
+        average = average * shrink[:, None] + tl.sum(averages * weights[:, :, None], 0)
+        top = new_top
+    average /= tl.where(total == 0.0, 1.0, total)[:, None]
+    inside = (in_group < GROUP)[:, None] & (dims < VALUE_DIM)[None, :]
+    tl.store(out_ptr + row[:, None] * VALUE_DIM + dims[None, :], average.to(out_ptr.dtype.element_ty), mask=inside)
+
+
 # Where a batch begins in a persistent table must not compile a kernel anew: hence nothing about alignment.
 @triton.jit(
     do_not_specialize=["table_stride", "keys_per_split", "window"],
     do_not_specialize_on_alignment=["tables_ptr", "lens_ptr"],
 )
 def decode_kernel(
-    query_ptr, keys_ptr, values_ptr, tables_ptr, lens_ptr, sinks_ptr, out_ptr, partial_ptr,
+    query_ptr, keys_ptr, values_ptr, tables_ptr, lens_ptr, sinks_ptr, out_ptr, partial_ptr, tickets_ptr,
     token_stride, head_stride, table_stride, keys_per_split, window, scale, cap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_KEY: tl.constexpr, PADDED_VALUE: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ) -> None:  # fmt: skip
     """One new token per request: a program takes one part of one request's keys, for the heads that share a key head.
 
-    WHOLE: there is one part, and the result goes to out [R, heads, VALUE_DIM]. Else the running top, total and average
-    go to partial [R, heads, splits, VALUE_DIM + 2] in float32, for `merge_kernel`.
+    PARTS: "one": the result goes to out [R, heads, VALUE_DIM]. Else the running top, total and average go to partial
+    [R, heads, splits, VALUE_DIM + 2] in float32: for `merge_kernel` ("many"), or with "few" for the last program of a
+    request and key head to come, told by a ticket, which merges them; it leaves the ticket at zero.
     """
     parts: tl.constexpr = (GROUP + ROWS - 1) // ROWS  # of a group: 1 up to 32 heads
     kv_head, split, request = tl.program_id(0) // parts, tl.program_id(1), tl.program_id(2)
     length = tl.load(lens_ptr + request)
     begin = tl.maximum(length - window, 0) + split * keys_per_split  # what is older than the window is skipped
     end = tl.minimum(begin + keys_per_split, length)
-    if not WHOLE and begin >= length:
-        return  # a short request has fewer parts; the merge knows
+    # A short request has fewer parts. The first is there even for one of length 0, which gets zeros.
+    if begin >= length and (PARTS == "many" or split > 0):
+        return
 
     # The heads of the group are the rows of a small matrix, padded to the 16 that tensor cores take.
     in_group, dims = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED_KEY)
@@ -149,15 +182,27 @@ def decode_kernel(
     dims = tl.arange(0, PADDED_VALUE)
     out_row = request.to(tl.int64) * (KV_HEADS * GROUP) + heads
     inside = (in_group < GROUP)[:, None] & (dims < VALUE_DIM)[None, :]
-    if WHOLE:
-        average /= tl.where(total == 0.0, 1.0, total)[:, None]  # a request of length 0 gets zeros
+    written = tl.cdiv(tl.minimum(length, window), keys_per_split)  # parts of this request
+    if PARTS == "one" or (PARTS == "few" and written <= 1):
+        average /= tl.where(total == 0.0, 1.0, total)[:, None]
         out_at = out_row[:, None] * VALUE_DIM + dims[None, :]
         tl.store(out_ptr + out_at, average.to(out_ptr.dtype.element_ty), mask=inside)
     else:
-        part = partial_ptr + (out_row * tl.num_programs(1) + split) * (VALUE_DIM + 2)
+        splits = tl.num_programs(1)
+        part = partial_ptr + (out_row * splits + split) * (VALUE_DIM + 2)
         tl.store(part[:, None] + dims[None, :], average, mask=inside)
         tl.store(part + VALUE_DIM, top, mask=in_group < GROUP)
         tl.store(part + VALUE_DIM + 1, total, mask=in_group < GROUP)
+        if PARTS == "few":
+            tl.debug_barrier()  # all threads have stored before one of them takes the ticket
+            ticket = tickets_ptr + request * tl.num_programs(0) + tl.program_id(0)
+            if tl.atomic_add(ticket, 1, sem="acq_rel") == written - 1:  # all others are done
+                tl.store(ticket, 0)
+                first = request.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP
+                _merge(
+                    partial_ptr, out_ptr, first, in_group, written, splits, GROUP, VALUE_DIM, PADDED_VALUE, ROWS,
+                    AT_ONCE,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["keys_per_split", "splits", "window"], do_not_specialize_on_alignment=["lens_ptr"])

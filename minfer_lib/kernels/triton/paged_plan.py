@@ -70,6 +70,9 @@ def _fitting(plan: AttentionPlan, itemsize: int, memory: int) -> AttentionPlan:
     return plan
 
 
+FEW_PARTS = 8  # that the last program of a request merges by itself; of more a kernel of its own is faster
+
+
 @functools.lru_cache(maxsize=65536)
 def plan_splits(requests: int, kv_heads: int, longest: int, sms: int) -> tuple[int, int]:
     """(splits, keys in each): the parts that each request's keys are cut into, from shapes alone.
@@ -81,4 +84,6 @@ def plan_splits(requests: int, kv_heads: int, longest: int, sms: int) -> tuple[i
     # Lengths differ as a rule, and the longest is over last: a limit to what one program does, unless all have plenty.
     splits = max(1, splits, min(triton.cdiv(longest, 2048), triton.cdiv(4 * sms, programs)))
     keys = triton.cdiv(triton.cdiv(longest, splits), 128) * 128
+    if longest <= 256 * FEW_PARTS:  # a part of fewer keys costs more to merge than it saves
+        keys = max(keys, 256)
     return triton.cdiv(longest, keys), keys

@@ -1,0 +1,157 @@
+"""A forward pass of our own over the weights of a Llama-like model, with everything between the products fused.
+
+transformers runs a decoder layer of Llama in some 45 kernels: at a batch of one they do little more than start. Here
+a layer takes eight: norm, product, rotary embedding with cache write, attention, product, norm, product, product. What
+two kernels would hand each other through memory stays inside one: q, k and v are one product, gate and up another;
+the residual is added by the product before it; SiLU times up is the end of theirs.
+
+Invariant: the weights are the model's own, in place: merged matrices own the memory and the model's parameters are
+slices of them (`models.fused_linear`). Every layer was compared with the module it stands for, on random input, before
+it counts; a model whose layers are of another class, or do not agree, is not run this way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention.batch import PackedBatch
+from ..attention.support import layer_window
+from ..errors import UnsupportedModel
+from ..kernels.products import product
+from ..models import hf_compat
+from ..models.fused_linear import FusedLinear
+from ..models.load import LanguageModel
+from ..quant.linear import Int8Linear
+
+LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+
+
+class FusedDecoder:
+    """Called with ids and positions int64 [T], a batch and the rows whose logits are wanted: logits [rows, vocab].
+
+    Raises `UnsupportedModel` for a model that cannot be fused, and says why.
+    """
+
+    name = "fused"
+
+    def __init__(self, lm: LanguageModel) -> None:
+        self.lm = lm
+        model = lm.model
+        base = getattr(model, "model", None)
+        kinds = sorted({type(layer).__name__ for layer in getattr(base, "layers", ())})
+        if not kinds or not set(kinds) <= set(LAYERS):
+            raise _refusal(lm, f"its layers are {', '.join(kinds) or 'unknown'}, not one of {', '.join(LAYERS)}")
+        self.parts = _parts(lm.device)
+        self.embedding, self.rotary = base.embed_tokens, base.rotary_emb
+        self.layers = [FusedLayer(lm, layer, self.parts) for layer in base.layers]
+        self.norm, self.head = base.norm, model.lm_head
+        _check_plain(lm, model, base, self.norm, self.head, self.embedding)
+
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, batch: PackedBatch, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        hidden = self.hidden(ids, positions, batch)
+        return self.logits(hidden if rows is None else hidden.index_select(0, rows))
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        """ids, positions [T] -> the residual stream [T, hidden] behind the last layer."""
+        hidden = self.embedding(ids)
+        cos, sin = self.rotary(hidden[None], positions[None])  # [1, T, head_dim]
+        for layer in self.layers:
+            hidden = layer(hidden, cos[0], sin[0], batch)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden] -> [S, vocab]."""
+        normed = self.parts.rms_norm(hidden, self.norm.weight, self.norm.variance_epsilon)
+        return product(normed, *_weights(self.head))
+
+    def refresh(self) -> bool:
+        """Follows weights that were moved or replaced; whether any was."""
+        moved = [merged for layer in self.layers for merged in (layer.qkv, layer.gate_up) if not merged.intact()]
+        for merged in moved:
+            merged.merge()
+            if merged.whole is None:
+                raise _refusal(self.lm, "its projections cannot be merged any more")
+        return bool(moved)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that a captured graph has the addresses of."""
+        merged = [m.whole for layer in self.layers for m in (layer.qkv, layer.gate_up)]
+        return [*self.lm.model.parameters(), *self.lm.model.buffers(), *(m.weight for m in merged)]
+
+
+class FusedLayer:
+    """One decoder layer over the weights of `layer`, a module of one of the classes in LAYERS."""
+
+    def __init__(self, lm: LanguageModel, layer: nn.Module, parts: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        _check_plain(lm, layer, attention, mlp, *layer.modules())
+        if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+            raise _refusal(lm, f"its activation is {type(mlp.act_fn).__name__}, not SiLU")
+        self.parts, self.index = parts, attention.layer_idx
+        self.scale, self.window = attention.scaling, layer_window(lm.model.config, attention.layer_idx)
+        self.head_dim = attention.head_dim
+        self.heads = attention.q_proj.out_features // self.head_dim
+        self.kv_heads = attention.k_proj.out_features // self.head_dim
+        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.qkv = FusedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.gate_up = FusedLinear([mlp.gate_proj, mlp.up_proj])
+        self.out, self.down = attention.o_proj, mlp.down_proj
+        if self.qkv.whole is None or self.gate_up.whole is None:
+            raise _refusal(lm, "its projections cannot be merged: they require gradients, have hooks or share memory")
+        for linear in (self.qkv.whole, self.gate_up.whole, self.out, self.down):
+            if type(linear) is Int8Linear and (linear.activations != "none" or linear.smoothing is not None):
+                raise _refusal(
+                    lm, "its int8 layers round activations too; quantize_int8(activations='none') keeps them"
+                )
+
+    def __call__(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        """hidden [T, hidden] in and out, changed in place; cos and sin [T, head_dim]."""
+        parts, pool = self.parts, batch.pools[self.index]
+        normed = parts.rms_norm(hidden, self.input_norm.weight, self.input_norm.variance_epsilon)
+        qkv = product(normed, *_weights(self.qkv.whole))  # [T, (heads + 2 kv_heads) * head_dim]
+        q_gain = k_gain = None
+        eps = 0.0
+        if self.q_norm is not None:
+            q_gain, k_gain, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.variance_epsilon
+        query = parts.rope_cache(
+            qkv, cos, sin, q_gain, k_gain, batch.slot_mapping, pool.keys, pool.values, eps, self.heads, self.kv_heads
+        )  # [T, heads, head_dim]
+        batch.attended += 1
+        attended = batch.backend.attend(query, pool, batch, scale=self.scale, window=self.window)
+        hidden = product(attended.flatten(1), *_weights(self.out), add_to=hidden)
+        normed = parts.rms_norm(hidden, self.mlp_norm.weight, self.mlp_norm.variance_epsilon)
+        inner = product(normed, *_weights(self.gate_up.whole), gated=True)  # [T, intermediate]
+        return product(inner, *_weights(self.down), add_to=hidden)
+
+
+def _weights(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(weight, scale, bias) of a linear layer, in floats or int8."""
+    return linear.weight, getattr(linear, "scale", None), linear.bias
+
+
+def _parts(device: torch.device) -> Any:
+    """The kernels for a device: Triton's for CUDA, else the same in torch."""
+    if device.type == "cuda":
+        from ..kernels.triton import fused_parts
+
+        return fused_parts
+    from ..kernels import reference_parts
+
+    return reference_parts
+
+
+def _check_plain(lm: LanguageModel, *modules: nn.Module) -> None:
+    """Refuses what others see or change on its way: hooks, and modules with a forward of their own."""
+    for module in modules:
+        if hf_compat.has_hooks(module) or "forward" in vars(module):
+            raise _refusal(lm, f"a {type(module).__name__} of it has a hook, or a forward of its own")
+
+
+def _refusal(lm: LanguageModel, reason: str) -> UnsupportedModel:
+    return UnsupportedModel(f"{lm.name} cannot be fused: {reason}.")

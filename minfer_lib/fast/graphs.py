@@ -1,0 +1,274 @@
+"""A step as one launch: a CUDA graph over tensors that never move, one graph for each size of batch.
+
+A graph repeats kernels with the very addresses and sizes that it was captured with. So all that changes from step to
+step is written into tensors that stay where they are, which the first kernel of the graph reads; and batches come in
+sizes that there are graphs for, filled up with rows that do nothing. Source: CUDA graphs in PyTorch (Nguyen et al.
+2021); sizes of batches as in vLLM and SGLang.
+
+Invariant: a padded row has length 0, so that it attends to nothing, and writes to the spare row of the pools, which
+nobody reads; what it computes is finite or not, and reaches no other row. Every static tensor has as many rows as the
+largest graph: kernels would write past its end without a word. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..attention.backends import AttentionBackend
+from ..attention.batch import PackedBatch
+from ..cache.pool import BlockStore
+from ..models.load import LanguageModel
+
+RING = 3  # host copies of a step's numbers: one may be rewritten when its step has been read, two steps later
+PROMPT_TOKENS = (16, 32, 64, 128, 256, 512)
+PROMPTS = 8  # in one prompt graph
+
+
+def decode_buckets(most: int) -> list[int]:
+    """Sizes of batches that have a graph: 1, 2, 4, 8, then every 16, and the largest."""
+    sizes = [1, 2, 4, 8, *range(16, most, 16)]
+    return [*(size for size in sizes if size < most), most]
+
+
+class Direct:
+    """Stands for a CUDA graph where there is none: replaying it runs the step."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.replay = step
+
+
+@dataclass
+class RowNumbers:
+    """What the host says of the rows of a step, a field a row: numpy views of one host copy, or of the device's tensor.
+
+    uniform float64; source int32: the row of the step before whose token this row continues with, -1 for `token`;
+    token, position (-1: a padded row), table (its row of the block tables) int32; temperature float32, 0 for greedy.
+    """
+
+    uniform: Any
+    source: Any
+    token: Any
+    position: Any
+    table: Any
+    temperature: Any
+
+    @staticmethod
+    def bytes_of(rows: int) -> int:
+        return rows * (8 + 5 * 4)
+
+    @classmethod
+    def of(cls, flat: torch.Tensor, rows: int) -> RowNumbers:
+        """Views of a flat uint8 tensor."""
+        *ints, temperature = flat[8 * rows :].view(5, 4 * rows)
+        numbers = (row.view(torch.int32) for row in ints)
+        return cls(flat[: 8 * rows].view(torch.float64), *numbers, temperature.view(torch.float32))
+
+    def numpy(self) -> RowNumbers:
+        return RowNumbers(*(tensor.numpy() for tensor in vars(self).values()))
+
+
+@dataclass
+class Captured:
+    """A step that can be repeated: `replay` runs it over the static tensors, and leaves logits [rows, vocab]."""
+
+    replay: Callable[[], None]
+    logits: torch.Tensor
+
+
+@dataclass
+class PromptStep:
+    """A captured step over so many tokens of up to PROMPTS prompts, and the numbers that it reads, int64, in one."""
+
+    captured: Captured
+    numbers: torch.Tensor
+    host: list[torch.Tensor]
+
+
+@dataclass
+class CaptureCost:
+    """Of all graphs of an engine: how many, seconds, and bytes of the device that are gone for it."""
+
+    graphs: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+@dataclass
+class StepGraphs:
+    """The static tensors of an engine, and the graphs over them.
+
+    decoder: as `engine.runner.ViewDecoder`. rows: the largest batch. longest: tokens that a request may have.
+    """
+
+    lm: LanguageModel
+    cache: BlockStore
+    backend: AttentionBackend
+    decoder: Any
+    rows: int
+    longest: int
+    cost: CaptureCost = field(default_factory=CaptureCost)
+
+    @torch.inference_mode(False)  # what is made inside a caller's inference mode could not be written to outside
+    def __post_init__(self) -> None:
+        device, rows = self.lm.device, self.rows
+        self.on_gpu = device.type == "cuda"
+        if self.on_gpu:
+            from ..kernels.triton.sampling import sample
+            from ..kernels.triton.step_inputs import step_inputs
+        else:
+            from ..kernels.reference_step import step_inputs
+            from .sampling import sample
+        self.step_inputs, self.sample = step_inputs, sample
+        size = RowNumbers.bytes_of(rows)
+        self.flat = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.numbers = RowNumbers.of(self.flat, rows)
+        self.ring = [torch.zeros(size, dtype=torch.uint8, pin_memory=self.on_gpu) for _ in range(RING)]
+        self.host = [RowNumbers.of(flat, rows).numpy() for flat in self.ring]
+        self.turn = 0
+        self.tokens = torch.zeros(max(rows, PROMPTS), dtype=torch.int64, device=device)  # that the last step chose
+        self._capture()
+
+    # -- capture ------------------------------------------------------------------------------------------------------
+
+    def capture(self) -> None:
+        """Captures all graphs, the largest first, so that the others live in its memory."""
+        with torch.inference_mode(False):
+            self._capture()
+
+    def _capture(self) -> None:
+        began = time.perf_counter()
+        if self.on_gpu:
+            gc.collect()
+            torch.cuda.synchronize(self.lm.device)
+            free = torch.cuda.mem_get_info(self.lm.device)[0]
+        self.tables = self.cache.device_tables
+        self.logits = None
+        self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
+        self.decodes = {size: self._capture_decode(size) for size in reversed(decode_buckets(self.rows))}
+        self.sizes = sorted(self.decodes)
+        self.prompts = {size: self._capture_prompt(size) for size in reversed(PROMPT_TOKENS)} if self.on_gpu else {}
+        self.cost = CaptureCost(len(self.decodes) + len(self.prompts), time.perf_counter() - began)
+        if self.on_gpu:
+            torch.cuda.synchronize(self.lm.device)
+            self.cost.bytes = max(0, free - torch.cuda.mem_get_info(self.lm.device)[0])
+
+    def _capture_decode(self, size: int) -> Captured:
+        for numbers in self.host:
+            self.pad(numbers, 0, self.rows)
+        self.flat.copy_(self.ring[0])
+        numbers = RowNumbers(*(tensor[:size] for tensor in vars(self.numbers).values()))
+        kv_lens = [self.longest] * size  # a bound, which grids and splits are made for
+
+        def step() -> torch.Tensor:
+            ids, positions, slots, lengths, tables = self.step_inputs(
+                numbers.source, numbers.token, numbers.position, numbers.table, self.tokens, self.tables,
+                self.cache.block_size, self.cache.spare_row,
+            )  # fmt: skip
+            if not self.on_gpu:  # run anew each time, and by kernels that need to be told
+                kv_lens[:] = lengths.clamp(min=1).tolist()
+            batch = PackedBatch(
+                self.cache.pools, self.cache.block_size, self.cache.trash_row, [1] * size, kv_lens, size, slots, tables,
+                lengths, lengths[:1], self.backend,
+            )  # fmt: skip
+            return self._finish(self.decoder(ids, positions, batch), numbers)
+
+        return self._captured(step)
+
+    def _capture_prompt(self, size: int) -> PromptStep:
+        count = 3 * size + 4 * PROMPTS + 1
+        numbers = torch.zeros(count, dtype=torch.int64, device=self.lm.device)
+        host = [torch.zeros(count, dtype=torch.int64, pin_memory=self.on_gpu) for _ in range(RING)]
+        ids, positions, slots, rows, lengths, starts, tables = _prompt_parts(numbers, size)
+        slots.fill_(self.cache.spare_row)
+        sampling = RowNumbers(*(tensor[:PROMPTS] for tensor in vars(self.numbers).values()))
+
+        def step() -> torch.Tensor:
+            batch = PackedBatch(
+                self.cache.pools, self.cache.block_size, self.cache.trash_row, [size] * PROMPTS,
+                [self.longest] * PROMPTS, 0, slots, self.tables.index_select(0, tables), lengths.int(), starts.int(),
+                self.backend,
+            )  # fmt: skip
+            return self._finish(self.decoder(ids, positions, batch, rows), sampling)
+
+        return PromptStep(self._captured(step), numbers, host)
+
+    def _finish(self, logits: torch.Tensor, numbers: RowNumbers) -> torch.Tensor:
+        """The end of a step: its logits where they can be read, and a token for each row."""
+        if self.logits is None:
+            self.logits = torch.zeros(len(self.tokens), logits.shape[1], dtype=logits.dtype, device=logits.device)
+        kept = self.logits[: len(logits)]
+        kept.copy_(logits)
+        self.sample(kept, numbers.temperature, numbers.uniform, self.tokens[: len(logits)])
+        return kept
+
+    def _captured(self, step: Callable[[], torch.Tensor]) -> Captured:
+        with torch.no_grad():
+            if not self.on_gpu:
+                logits = step()
+                return Captured(torch.no_grad()(step), logits)
+            stream = torch.cuda.Stream(self.lm.device)
+            stream.wait_stream(torch.cuda.current_stream(self.lm.device))
+            with torch.cuda.stream(stream):  # compiles kernels, which a capture cannot
+                step()
+            torch.cuda.current_stream(self.lm.device).wait_stream(stream)
+            torch.cuda.synchronize(self.lm.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                logits = step()
+        return Captured(graph.replay, logits)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def pad(self, numbers: RowNumbers, begin: int, end: int) -> None:
+        """Makes rows `begin` to `end` do nothing."""
+        numbers.source[begin:end] = -1
+        numbers.position[begin:end] = -1
+        for name in ("uniform", "token", "table", "temperature"):
+            getattr(numbers, name)[begin:end] = 0
+
+    def next_host(self) -> RowNumbers:
+        """The host copy that the next step is to be written into."""
+        self.turn = (self.turn + 1) % RING
+        return self.host[self.turn]
+
+    def decode(self, count: int) -> torch.Tensor:
+        """Runs a step of `count` rows, whose numbers stand in the host copy given last: logits [count, vocab]."""
+        size = next(size for size in self.sizes if size >= count)
+        self.pad(self.host[self.turn], count, size)
+        self.flat.copy_(self.ring[self.turn], non_blocking=True)
+        self.decodes[size].replay()
+        return self.decodes[size].logits[:count]
+
+    def prompt_size(self, tokens: int, prompts: int) -> int | None:
+        """Tokens of the smallest prompt graph that takes a step; None if there is none."""
+        return next((size for size in sorted(self.prompts) if size >= tokens and prompts <= PROMPTS), None)
+
+    def prompt(
+        self, size: int, ids: list[int], positions: np.ndarray, slots: np.ndarray, rows: list[int], lengths: list[int],
+        starts: np.ndarray, tables: np.ndarray,
+    ) -> torch.Tensor:  # fmt: skip
+        """Runs a step over prompts; what is sampled by stands in the host copy given last: logits [PROMPTS, vocab]."""
+        step = self.prompts[size]
+        host = step.host[self.turn]
+        parts = _prompt_parts(host, size)
+        host.zero_()
+        parts[2].fill_(self.cache.spare_row)
+        parts[5].fill_(len(ids))
+        for part, numbers in zip(parts, (ids, positions, slots, rows, lengths, starts, tables), strict=True):
+            part[: len(numbers)] = torch.as_tensor(numbers)
+        step.numbers.copy_(host, non_blocking=True)
+        self.flat.copy_(self.ring[self.turn], non_blocking=True)
+        step.captured.replay()
+        return step.captured.logits
+
+
+def _prompt_parts(numbers: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+    """ids, positions and slots of tokens; rows of logits, lengths, starts and rows of the block tables of prompts."""
+    return numbers.split([size, size, size, PROMPTS, PROMPTS, PROMPTS + 1, PROMPTS])
