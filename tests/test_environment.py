@@ -32,13 +32,10 @@ OPTIONAL = {
     "minfer_lib/bench/gpu_selftest.py": {"triton"},
     "minfer_lib/bench/lm_harness.py": {"lm_eval"},
     "minfer_lib/quant/bitsandbytes.py": {"bitsandbytes"},
-    "minfer_lib/kernels/triton/__init__.py": {"triton"},
-    "minfer_lib/kernels/triton/device.py": {"triton"},
-    "minfer_lib/kernels/triton/int8_linear.py": {"triton"},
-    "minfer_lib/kernels/triton/int8_products.py": {"triton"},
-    "minfer_lib/kernels/triton/paged_attention.py": {"triton"},
-    "minfer_lib/kernels/triton/paged_kernels.py": {"triton"},
-    "minfer_lib/kernels/triton/paged_plan.py": {"triton"},
+    **{
+        f"minfer_lib/kernels/triton/{path.name}": {"triton"}
+        for path in (ROOT / "minfer_lib/kernels/triton").glob("*.py")
+    },
 }
 
 

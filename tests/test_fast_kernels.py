@@ -1,4 +1,4 @@
-"""The Triton kernels of the fast path against their torch versions: on the GPU, else interpreted on the CPU.
+"""The Triton kernels of a fast step's beginning and end against their torch versions: on the GPU, else interpreted on the CPU.
 
 As in test_paged_triton.py, on a CPU the tests run in a process of their own with TRITON_INTERPRET=1.
 """
@@ -31,24 +31,9 @@ if not HERE:
         assert " passed" in done.stdout
 
     KINDS = {"b": "*bf16", "i": "*i8", "f": "*fp32", "d": "*fp64", "l": "*i64", "n": "*i32", "s": "i32", "e": "fp32"}
-    PRODUCT = dict(HAS_BIAS=True, ADD=False, GATED=False)
-    GATED = dict(HAS_BIAS=False, ADD=False, GATED=True)
-    ROWS = dict(BLOCK_N=64, BLOCK_M=64, BLOCK_K=64, SPLIT=False, DOT_DTYPE="bf16")
-    SPLIT = dict(BLOCK_N=32, BLOCK_M=16, BLOCK_K=128, SPLIT=True, DOT_DTYPE="bf16")
-    ROPE = dict(HEADS=16, KV_HEADS=8, DIM=128, PADDED=64, BLOCK=4, NORM=True)
 
     # fmt: off
     @pytest.mark.parametrize(("kernel", "kinds", "constants", "warps"), [
-        ("matvec.matvec_kernel", "bbbbss", PRODUCT | dict(BLOCK_N=2, BLOCK_K=512, VECTOR=8), 2),
-        ("matvec.matvec_kernel", "bbbbss", GATED | dict(BLOCK_N=1, BLOCK_K=512, VECTOR=8), 2),
-        ("matvec.matvec8_kernel", "bifbbsse", PRODUCT | dict(BLOCK_N=8, BLOCK_K=2048, COUNTED=True), 8),
-        ("matvec.matvec8_kernel", "bifbbsse", GATED | dict(BLOCK_N=4, BLOCK_K=512, COUNTED=True), 2),
-        ("few_rows.few_rows_kernel", "bbbbfnssss", PRODUCT | SPLIT, 2),
-        ("few_rows.few_rows_kernel", "bbbbfnssss", GATED | ROWS, 4),
-        ("fused_parts.rms_norm_kernel", "bbbse", dict(BLOCK=4096), 8),
-        ("fused_parts.silu_mul_kernel", "bbs", dict(BLOCK=1024), 4),
-        ("fused_parts.rope_cache_kernel", "bbbbblbbbe", ROPE, 1),
-        ("fused_parts.write_cache_kernel", "bblbbssss", dict(KV_HEADS=8, KEY_DIM=128, VALUE_DIM=128, BLOCK=1024), 4),
         ("sampling.scan_kernel", "bffndss", dict(BLOCK=4096), 4),
         ("sampling.draw_kernel", "bfdfndlsss", dict(BLOCK=4096, PARTS=64), 4),
         ("step_inputs.step_inputs_kernel", "nnnnlnlllnnsss", dict(BLOCK_SIZE=16, TILE=128), 1),
@@ -77,121 +62,13 @@ else:
     from minfer_lib.fast import sampling as reference_sampling
     from minfer_lib.generation.params import SamplingParams
     from minfer_lib.generation.sampling import Sampler, uniform
-    from minfer_lib.kernels import reference_parts, reference_step
-    from minfer_lib.kernels.products import plan_product
-    from minfer_lib.kernels.triton import fused_parts, sampling, step_inputs
-    from minfer_lib.kernels.triton.few_rows import few_rows, scratch
-    from minfer_lib.kernels.triton.matvec import matvec
+    from minfer_lib.kernels import reference_step
+    from minfer_lib.kernels.triton import sampling, step_inputs
 
-    DTYPES = [torch.float32] if DEVICE == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
     G = torch.Generator().manual_seed(0)
 
     def random(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*shape, generator=G) * scale).to(dtype).to(DEVICE)
-
-    def close(got: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, size: float = 1.0) -> None:
-        allowed = 3e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-        error = (got.double() - right.double()).abs().max() / right.double().abs().max().clamp_min(1e-6)
-        assert got.dtype == dtype and error <= allowed * size, float(error)
-
-    def right_product(x, weight, scale, bias, gated, add_to):
-        w = weight.double() if scale is None else weight.double() * scale.double()[:, None]
-        y = x.double() @ w.T + (0 if bias is None else bias.double())
-        if gated:
-            gate, up = y.chunk(2, -1)
-            y = gate * gate.sigmoid() * up
-        return y if add_to is None else y + add_to.double()
-
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize(
-        ("gated", "add", "bias"), [(False, False, False), (True, False, True), (False, True, True)]
-    )
-    @pytest.mark.parametrize(("n", "k"), [(1, 8), (13, 24), (64, 520), (130, 2056)])
-    def test_one_row(n, k, gated, add, bias, dtype):
-        for int8 in (False, True):
-            rows = n * (2 if gated else 1)
-            weight = (
-                torch.randint(-127, 128, (rows, k), generator=G, dtype=torch.int8).to(DEVICE)
-                if int8
-                else random(rows, k, dtype=dtype)
-            )
-            scale = torch.rand(rows, generator=G).to(DEVICE) / 50 if int8 else None
-            x, b = random(1, k, dtype=dtype), random(rows, dtype=dtype) if bias else None
-            out = random(1, n, dtype=dtype) if add else None
-            right = right_product(x, weight, scale, b, gated, out)
-            for plan in [(1, 2), (2, 2), (4, 4), (8, 8), plan_product(1, rows, k, weight.dtype, gated)]:
-                kept = None if out is None else out.clone()
-                got = matvec(x, weight, scale, b, gated=gated, add_to=kept, plan=plan)
-                assert kept is None or got is kept
-                close(got, right, dtype, 2)
-
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize(
-        ("gated", "add", "bias"), [(False, False, False), (True, False, True), (False, True, True)]
-    )
-    @pytest.mark.parametrize(("m", "n"), [(2, 33), (5, 64), (17, 70), (64, 130)])
-    def test_few_rows(m, n, gated, add, bias, dtype):
-        k, rows = 512, n * (2 if gated else 1)
-        x, weight = random(m, k, dtype=dtype), random(rows, k, dtype=dtype)
-        b, out = random(rows, dtype=dtype) if bias else None, random(m, n, dtype=dtype) if add else None
-        right = right_product(x, weight, None, b, gated, out)
-        for splits in (1,) if gated else (1, 2, 4):
-            kept = None if out is None else out.clone()
-            got = few_rows(
-                x, weight, b, gated=gated, add_to=kept, plan=(32, 64 if dtype == torch.float32 else 128, 2, 2, splits)
-            )
-            close(got, right, dtype, 60 if dtype == torch.float32 and DEVICE == "cuda" else 2)  # tf32 there
-        assert not scratch(torch.device(DEVICE, 0 if DEVICE == "cuda" else None), 1)[1].any(), "tickets are left"
-
-    def test_scratch_stays_where_it_is():
-        device = torch.device("cpu")
-        partial, tickets = scratch(device, 10)
-        place = partial.data_ptr()
-        larger, same = scratch(device, partial.numel() + 1)
-        assert larger.data_ptr() != place and same is tickets and scratch(device, 10)[0] is larger
-        assert partial.data_ptr() == place
-
-    def test_what_no_kernel_of_ours_is_for():
-        assert plan_product(2, 4608, 3584, torch.float32, False) is None  # would be rounded to tf32
-        assert (
-            plan_product(8, 4608, 3600, torch.bfloat16, False) is None
-            and plan_product(65, 64, 128, torch.bfloat16, True) is None
-        )
-        assert plan_product(1, 64, 12, torch.int8, False) is None
-
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 7), (2, 64), (1, 3584)])
-    def test_norm_and_silu(rows, n, dtype):
-        x, gain = random(rows, n, dtype=dtype), random(n, dtype=dtype)
-        close(fused_parts.rms_norm(x, gain, 1e-6), reference_parts.rms_norm(x, gain, 1e-6), dtype)
-        both = random(rows, 2 * n, dtype=dtype, scale=4.0)
-        close(fused_parts.silu_mul(both), reference_parts.silu_mul(both), dtype)
-
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("norm", [False, True])
-    @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "dim"), [(1, 4, 2, 16), (5, 7, 1, 48), (70, 9, 3, 64)])
-    def test_rotary_embedding_and_cache(tokens, heads, kv_heads, dim, norm, dtype):
-        qkv = random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
-        angles = torch.rand(tokens, dim // 2, generator=G).repeat(1, 2)
-        cos, sin = angles.cos().to(dtype).to(DEVICE), angles.sin().to(dtype).to(DEVICE)
-        gains = (random(dim, dtype=dtype), random(dim, dtype=dtype)) if norm else (None, None)
-        slots = torch.randperm(tokens + 9, generator=G)[:tokens].to(DEVICE)
-        pools = [[torch.full((tokens + 9, kv_heads, dim), 7.0, dtype=dtype, device=DEVICE) for _ in "kv"] for _ in "ab"]
-        got, right = (
-            part.rope_cache(qkv, cos, sin, *gains, slots, *pool, 1e-5, heads, kv_heads)
-            for part, pool in zip((fused_parts, reference_parts), pools, strict=True)
-        )
-        close(got, right, dtype)
-        for one, other in zip(*pools, strict=True):
-            close(one, other, dtype)
-
-    def test_keys_and_values_of_different_sizes_and_any_strides():
-        key, value = random(3, 6, 8).transpose(0, 1), random(3, 6, 5).transpose(0, 1)  # [6, 3, dim]
-        slots = torch.tensor([4, 9, 0, 7, 2, 5], device=DEVICE)
-        keys, values = torch.zeros(10, 3, 8, device=DEVICE), torch.zeros(10, 3, 5, device=DEVICE)
-        fused_parts.write_cache(key, value, slots, keys, values)
-        assert torch.equal(keys[slots], key) and torch.equal(values[slots], value)
-        assert not keys[[1, 3, 6, 8]].any() and not values[[1, 3, 6, 8]].any()
 
     def test_step_inputs():
         tables = torch.randint(0, 50, (6, 9), generator=G, dtype=torch.int32).to(DEVICE)

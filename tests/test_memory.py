@@ -30,6 +30,8 @@ PUBLISHED = {  # parameters in millions, as the models' cards give them
     "llama-3.1-8b": 8_030,
     "llama-2-7b": 6_738,
     "mistral-7b": 7_248,
+    "gemma-2-2b": 2_614,
+    "phi-3-mini": 3_821,
 }
 
 

@@ -100,8 +100,8 @@ def test_pools_of_layers_of_different_shapes():
     assert cache.pools.keys() == LAYERS.keys() and cache.trash_row == 15
     for index, shape in LAYERS.items():
         pool = cache.pools[index]
-        assert pool.keys.shape == (16, shape.kv_heads, shape.key_dim)  # five blocks, and the trash row
-        assert pool.values.shape == (16, shape.kv_heads, shape.value_dim)
+        assert pool.keys.shape == (17, shape.kv_heads, shape.key_dim)  # five blocks, the trash and the spare row
+        assert pool.values.shape == (17, shape.kv_heads, shape.value_dim)
         assert pool.keys.dtype == pool.values.dtype == shape.dtype
         assert pool.keys.is_contiguous() and pool.values.is_contiguous()
         assert not pool.keys.any() and not pool.values.any()
@@ -116,7 +116,7 @@ def test_bytes_by_hand():
     token = 2 * (2 * (3 + 5) * 4) + 1 * (4 + 2) * 2
     assert cache.bytes_per_token == token == 140
     assert cache.nbytes_reserved == 15 * token
-    assert cache.nbytes_reserved + token == sum(t.nbytes for p in cache.pools.values() for t in (p.keys, p.values))
+    assert cache.nbytes_reserved + 2 * token == sum(t.nbytes for p in cache.pools.values() for t in (p.keys, p.values))
     cache.allocate(a, 4), cache.allocate(b, 3)
     a.num_computed, b.num_computed = 4, 3
     assert (cache.blocks_used, cache.nbytes_held) == (3, 9 * token)

@@ -148,6 +148,7 @@ def meta(tiny: LanguageModel) -> Callable[[str], tuple[ModelRunner, BlockStore]]
     """A runner on a device that computes nothing, and from which nothing can be read back."""
     layers = packed_layers(tiny)
     lm = dataclasses.replace(tiny, model=copy.deepcopy(tiny.model).to(META), device=META)
+    lm.packed_layers, lm.input_groups = layers, tiny.input_groups  # what it cannot be asked
 
     def make(kind: str) -> tuple[ModelRunner, BlockStore]:
         cache = make_cache(kind, 4, META, layers)

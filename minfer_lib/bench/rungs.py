@@ -45,10 +45,9 @@ class Rung:
 
     def make(self, lm: LanguageModel, **options: Any) -> Any:
         """The engine over a model, or over a copy with other weights; `options` override those of the rung."""
-        if not self.weights:
-            return _named(self.target)(lm, **{**self.options, **options})
-        engine = _named(self.target)(_named(self.weights)(lm), **{**self.options, **options})
-        engine.name = self.label  # the class is that of another rung
+        lm = _named(self.weights)(lm) if self.weights else lm
+        engine = _named(self.target)(lm, **{**self.options, **options})
+        engine.name = self.label  # the class may be that of another rung
         return engine
 
 

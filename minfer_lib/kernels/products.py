@@ -1,90 +1,79 @@
-"""x times a weight, as a decoder layer needs it: with bias, with SiLU, or added to the residual stream, in one kernel.
+"""The products of a fused decoder, x @ weight.T: by whichever kernel is fastest for that many rows.
 
-Invariant: which kernel computes it follows from shapes, dtypes and the device alone, never from a clock, and all of
-them compute the same up to rounding. What no kernel of ours is faster at is left to torch, and on a CPU all of it.
+A step is little but products, and how one is best computed depends on the number of rows: one row is a matter of
+reading the weight, many are one of arithmetic, and between them lies what tensor cores can do while the weight is read.
+What follows a product is part of it, where that saves a kernel: SiLU times up, and adding to the residual.
+
+Invariant: which kernel it is follows from shape, dtype and device alone, never from a clock, and all of them compute
+the same but for rounding. On a CPU it is plain torch.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 
-from .reference_parts import silu_mul
-
-SMS = 132  # streaming multiprocessors of an H100 or H200, which the plans were found on
+from . import reference_parts
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None, bias: torch.Tensor | None = None, *,
-    gated: bool = False, add_to: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """y = x W^T + bias [m, n], in the dtype of x.
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    add_to: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ weight.T + bias -> [m, n], or gated [m, n / 2], in the dtype of x.
 
-    x [m, k], contiguous; weight [n, k] in the dtype of x, or int8 with scale float32 [n]; bias [n] or None. gated: silu
-    of the first half of y times the second, [m, n / 2]. add_to [m, n]: y is added to it in place, and it is returned.
+    x [m, k] in floats; weight [n, k] in the dtype of x, or int8 codes with their scale [n] in float32, the step of each
+    output's grid; bias [n] or None. gated: silu(first half of the outputs) * second half. add_to: the residual [m, n],
+    contiguous, which the result is added to in place, and which is returned. All on one device; nothing waits for it.
     """
-    if x.is_cuda and (y := _ours(x, weight, scale, bias, gated, add_to)) is not None:
-        return y
-    if weight.dtype == torch.int8:
-        y = _int8(x, weight, scale, bias)
-    elif add_to is not None and bias is None and not gated:
-        return add_to.addmm_(x, weight.T)
-    else:
-        y = F.linear(x, weight, bias)
-    if gated:
-        y = _silu_mul(y)
-    return y if add_to is None else add_to.add_(y)
+    if x.is_cuda:
+        return _on_gpu(x.contiguous(), weight, scale, bias, gated, add_to)
+    return reference_parts.product(x, weight, scale, bias, gated=gated, add_to=add_to)
 
 
-def _ours(
+@functools.lru_cache(maxsize=4096)
+def choose(
+    m: int, n: int, k: int, dtype: torch.dtype, int8: bool, gated: bool
+) -> Literal["matvec", "few_rows", "int8_linear", "torch"]:
+    """Which kernel computes x [m, k] in `dtype` times weight [n, k]: what was the fastest on an H200."""
+    if int8:
+        return "matvec" if m == 1 and k % 8 == 0 else "int8_linear"
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return "torch"
+    if m == 1:
+        return (
+            "matvec" if k % 16 == 0 else "torch"
+        )  # else rows start at odd addresses, and nothing is read in one piece
+    # The matrix units would round float32 to tf32. From 17 rows on ours gains only by what it spares after the product.
+    if dtype == torch.float32 or not 2 <= m <= 64 or k % 128 != 0:
+        return "torch"
+    if m > 16:
+        return "few_rows" if gated else "torch"
+    return "few_rows" if gated or n < 4096 or n > 32768 else "torch"
+
+
+def _on_gpu(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, gated: bool,
     add_to: torch.Tensor | None,
-) -> torch.Tensor | None:  # fmt: skip
-    """The product by a kernel for few rows; None where there is none, or torch's is as fast."""
-    plan = plan_product(len(x), *weight.shape, weight.dtype, gated)
-    if plan is None:
-        return None
-    with torch.cuda.device_of(x):
-        if len(x) == 1:
-            from .triton.matvec import matvec
+) -> torch.Tensor:  # fmt: skip
+    from .triton import few_rows, fused_parts, int8_linear, matvec  # only here is Triton needed
 
-            return matvec(x, weight, scale, bias, gated=gated, add_to=add_to, plan=plan)
-        from .triton.few_rows import few_rows
-
-        return few_rows(x, weight, bias, gated=gated, add_to=add_to, plan=plan)
-
-
-def plan_product(m: int, n: int, k: int, dtype: torch.dtype, gated: bool) -> tuple[int, ...] | None:
-    """How a kernel of ours cuts the product of m rows and a weight [n, k], as measured on an H200; None for torch's."""
-    few = n < 4096  # few rows of weights: more threads on each, or too few bytes are on their way at a time
-    if m == 1 and dtype == torch.int8:
-        return None if k % 8 else (8, 8) if few else (4, 2) if gated or n > 32768 else (2, 2)
-    if m == 1:
-        return None if k * dtype.itemsize % 16 else (1, 2) if gated else (4, 4) if few else (2, 2)
-    # float32: the tensor cores would round to tf32
-    if dtype in (torch.int8, torch.float32) or m > 64 or k % 128:
-        return None
-    if m > 16:
-        return (64, 64, 4, 6, 1) if gated else None
-    if gated:
-        return (32, 128, 2, 4, 1)
-    if few:
-        return (32, 128, 2, 5, max(1, min(round(2 * SMS / -(-n // 32)), k // 512)))
-    return (64, 128, 4, 4, 1) if n > 32768 else None
-
-
-def _int8(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if x.is_cuda:
-        from .triton.int8_linear import int8_linear
-
-        return int8_linear(x, weight, scale, bias)
-    y = (x.float() @ weight.float().T) * scale
-    return (y if bias is None else y + bias).to(x.dtype)
-
-
-def _silu_mul(y: torch.Tensor) -> torch.Tensor:
-    if y.is_cuda:
-        from .triton import fused_parts
-
-        return fused_parts.silu_mul(y)
-    return silu_mul(y)
+    n, k = weight.shape
+    way = choose(len(x), n, k, x.dtype, scale is not None, gated)
+    if way == "matvec":
+        return matvec.matvec(x, weight, scale=scale, bias=bias, gated=gated, add_to=add_to)
+    if way == "few_rows":
+        return few_rows.few_rows(x, weight, bias=bias, gated=gated, add_to=add_to)
+    if way == "torch" and add_to is not None and bias is None and not gated:
+        return add_to.addmm_(x, weight.T)
+    y = F.linear(x, weight, bias) if way == "torch" else int8_linear.int8_linear(x, weight, scale, bias)
+    y = fused_parts.silu_mul(y) if gated else y
+    return y if add_to is None else add_to.add_(y)

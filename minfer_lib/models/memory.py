@@ -47,7 +47,8 @@ class ModelShape:
         hidden, heads = text.hidden_size, text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or hidden // heads
-        biases = {"qwen2": (heads + 2 * kv_heads) * head_dim, "qwen3": 2 * head_dim}  # biases of q, k, v; norms of q, k
+        # biases of q, k and v; norms of q and k; norms behind attention and feed-forward layer
+        biases = {"qwen2": (heads + 2 * kv_heads) * head_dim, "qwen3": 2 * head_dim, "gemma2": 2 * hidden}
         return cls(
             name or text.model_type, text.num_hidden_layers, hidden,
             getattr(text, "intermediate_size", None) or 4 * hidden, heads, kv_heads, head_dim, text.vocab_size,

@@ -1,11 +1,11 @@
-"""The parts of a decoder layer between attention and products, a kernel each, in Triton.
+"""What stands between the products of a decoder layer: norms, SiLU times up, rotary embedding, the write to the cache.
 
-transformers computes a norm in five kernels and a rotary embedding in ten, each of which reads and writes what the one
-before wrote. For one token that is a few kilobytes, so that starting them is all they take: as one kernel a part costs
-a tenth.
+transformers computes each of them in three to ten kernels, and at one token a kernel does little more than start. Here
+each is one: numbers are read once, what would go from one kernel to the next through memory stays in registers.
 
-Invariant: the results are those of `reference_parts`, roundings included, in float32 sums of fixed order: equal inputs
-give equal bits. Nothing is written but what is asked for.
+Invariant: sums are float32 and run in a fixed order, so equal inputs give equal bits; each token is computed by itself,
+whatever its company; of the cache nothing is touched but the rows that `slots` names. A normalised value is rounded to
+the model's dtype before it meets the gain, as transformers does. The oracle of all four is `kernels.reference_parts`.
 """
 
 from __future__ import annotations
@@ -14,138 +14,180 @@ import torch
 import triton
 import triton.language as tl
 
+from ..reference_parts import check_rope_cache
+
+
+@triton.jit
+def silu(gate: tl.tensor) -> tl.tensor:
+    return gate / (1.0 + tl.exp(-gate))
+
 
 @triton.jit
 def rms_norm_kernel(x_ptr, gain_ptr, out_ptr, n, eps, BLOCK: tl.constexpr) -> None:
     """One row a program."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < n
-    gain = tl.load(gain_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * n + at, mask=inside, other=0.0).to(tl.float32)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < n
+    gain = tl.load(gain_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * n + columns, mask=inside, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / n + eps)
     normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row * n + at, (normed * gain).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * n + columns, (normed * gain).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `reference_parts.rms_norm`, for x [T, n]."""
+    """x [T, n] divided by the root of its mean square, times gain [n] -> [T, n]; contiguous.
+
+    Source: Zhang and Sennrich 2019 (RMSNorm, arXiv:1910.07467).
+    """
     rows, n = x.shape
+    assert x.is_contiguous() and gain.shape == (n,) and gain.is_contiguous()
     out = torch.empty_like(x)
     block = triton.next_power_of_2(n)
-    rms_norm_kernel[(rows,)](x, gain, out, n, eps, BLOCK=block, num_warps=min(16, max(1, block // 512)))
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        rms_norm_kernel[(rows,)](x, gain, out, n, eps, BLOCK=block, num_warps=min(16, max(1, block // 512)))
     return out
 
 
 @triton.jit
 def silu_mul_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr) -> None:
+    """BLOCK outputs of one row a program."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(x_ptr + row * 2 * n + at, mask=at < n, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * 2 * n + n + at, mask=at < n, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row * n + at, (silu * up).to(out_ptr.dtype.element_ty), mask=at < n)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < n
+    gate = tl.load(x_ptr + row * 2 * n + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * n + n + columns, mask=inside, other=0.0).to(tl.float32)
+    gate = silu(gate).to(out_ptr.dtype.element_ty).to(tl.float32)  # rounded here too, as transformers does
+    tl.store(out_ptr + row * n + columns, (gate * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """As `reference_parts.silu_mul`."""
+    """x [T, 2n], the gates in front and contiguous, -> silu(gate) * up [T, n].
+
+    Source: Shazeer 2020 (SwiGLU, arXiv:2002.05202).
+    """
     rows, n = x.shape[0], x.shape[1] // 2
+    assert x.is_contiguous()
     out = x.new_empty(rows, n)
-    silu_mul_kernel[(rows, triton.cdiv(n, 1024))](x, out, n, BLOCK=1024, num_warps=4)
+    with torch.cuda.device_of(x):
+        silu_mul_kernel[(rows, triton.cdiv(n, 1024))](x, out, n, BLOCK=1024, num_warps=4)
     return out
 
 
 @triton.jit
+def _gain(gain_ptr, dims, inside):
+    return tl.load(gain_ptr + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
 def rope_cache_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, slots_ptr, query_ptr, keys_ptr, values_ptr, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    qkv_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, slots_ptr, q_ptr, keys_ptr, values_ptr, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     NORM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """BLOCK heads of one token, the halves of each side by side: queries to query, keys and values to their pools."""
+    """BLOCK_H of the heads of one token, of whichever kind: queries go to q, keys and values to the token's cache row.
+
+    The two numbers that a rotation mixes lie half a head apart: so a head is loaded as its two halves.
+    """
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    dims = tl.arange(0, PADDED)
+    head, dims = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, PADDED_HALF)
     half: tl.constexpr = DIM // 2
     in_half = dims < half
-    inside = (heads < HEADS + 2 * KV_HEADS)[:, None] & in_half[None, :]
-    is_query, is_value = (heads < HEADS)[:, None], (heads >= HEADS + KV_HEADS)[:, None]
-    at = qkv_ptr + token * ((HEADS + 2 * KV_HEADS) * DIM) + heads[:, None] * DIM + dims[None, :]
-    low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + token * DIM + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + token * DIM + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    slot = tl.load(slots_ptr + token)
-    kind = query_ptr.dtype.element_ty
+    inside = (head < HEADS + 2 * KV_HEADS)[:, None] & in_half[None, :]
+    is_query, is_value = (head < HEADS)[:, None], (head >= HEADS + KV_HEADS)[:, None]
+    place = head[:, None] * DIM + dims[None, :]
+    qkv_at = qkv_ptr + token * ((HEADS + 2 * KV_HEADS) * DIM) + place
+    low = tl.load(qkv_at, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(qkv_at + half, mask=inside, other=0.0).to(tl.float32)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+
+    normed_low, normed_high = low, high
     if NORM:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
-        q_low = tl.load(q_gain_ptr + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
-        q_high = tl.load(q_gain_ptr + half + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
-        k_low = tl.load(k_gain_ptr + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
-        k_high = tl.load(k_gain_ptr + half + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
-        normed_low = (low * scale).to(kind).to(tl.float32) * tl.where(is_query, q_low, k_low)
-        normed_high = (high * scale).to(kind).to(tl.float32) * tl.where(is_query, q_high, k_high)
-        low, high = tl.where(is_value, low, normed_low), tl.where(is_value, high, normed_high)
-    turned_low = (low * cos - high * sin).to(kind)
-    turned_high = (high * cos + low * sin).to(kind)
-    query_at = query_ptr + token * (HEADS * DIM) + heads[:, None] * DIM + dims[None, :]
-    tl.store(query_at, turned_low, mask=inside & is_query)
-    tl.store(query_at + half, turned_high, mask=inside & is_query)
-    key_at = keys_ptr + slot * (KV_HEADS * DIM) + (heads - HEADS)[:, None] * DIM + dims[None, :]
-    is_key = inside & (heads >= HEADS)[:, None] & (heads < HEADS + KV_HEADS)[:, None]
-    tl.store(key_at, turned_low, mask=is_key)
-    tl.store(key_at + half, turned_high, mask=is_key)
-    value_at = values_ptr + slot * (KV_HEADS * DIM) + (heads - HEADS - KV_HEADS)[:, None] * DIM + dims[None, :]
-    tl.store(value_at, low.to(kind), mask=inside & is_value)
-    tl.store(value_at + half, high.to(kind), mask=inside & is_value)
+        gain_low = tl.where(is_query, _gain(q_gain_ptr, dims, in_half), _gain(k_gain_ptr, dims, in_half))
+        gain_high = tl.where(is_query, _gain(q_gain_ptr + half, dims, in_half), _gain(k_gain_ptr + half, dims, in_half))
+        normed_low = (low * scale).to(q_ptr.dtype.element_ty).to(tl.float32) * gain_low
+        normed_high = (high * scale).to(q_ptr.dtype.element_ty).to(tl.float32) * gain_high
+
+    # Both halves turn by the same angles, so of cos and sin, which hold every angle twice, the first half will do.
+    cos = tl.load(cos_ptr + token * DIM + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + token * DIM + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    turned_low = normed_low * cos - normed_high * sin
+    turned_high = normed_high * cos + normed_low * sin
+
+    q_at = q_ptr + token * (HEADS * DIM) + place
+    tl.store(q_at, turned_low.to(q_ptr.dtype.element_ty), mask=inside & is_query)
+    tl.store(q_at + half, turned_high.to(q_ptr.dtype.element_ty), mask=inside & is_query)
+    is_key = inside & (head >= HEADS)[:, None] & (head < HEADS + KV_HEADS)[:, None]
+    key_at = keys_ptr + slot * (KV_HEADS * DIM) + place - HEADS * DIM
+    tl.store(key_at, turned_low.to(keys_ptr.dtype.element_ty), mask=is_key)
+    tl.store(key_at + half, turned_high.to(keys_ptr.dtype.element_ty), mask=is_key)
+    value_at = values_ptr + slot * (KV_HEADS * DIM) + place - (HEADS + KV_HEADS) * DIM
+    tl.store(value_at, low.to(values_ptr.dtype.element_ty), mask=inside & is_value)
+    tl.store(value_at + half, high.to(values_ptr.dtype.element_ty), mask=inside & is_value)
 
 
 def rope_cache(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_gain: torch.Tensor | None, k_gain: torch.Tensor | None,
     slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, eps: float, heads: int, kv_heads: int,
 ) -> torch.Tensor:  # fmt: skip
-    """As `reference_parts.rope_cache`; all of qkv's dtype but slots, and contiguous."""
-    tokens, dim = qkv.shape[0], keys.shape[2]
-    query = qkv.new_empty(tokens, heads, dim)
-    total = heads + 2 * kv_heads
-    # Few tokens: more programs with less each, or most of the GPU idles.
+    """qkv [T, (heads + 2 kv_heads) * dim] -> the queries [T, heads, dim], turned; turned keys and values to the cache.
+
+    cos, sin [T, dim] as transformers' rotary embeddings give them, the same angles in both halves; q_gain, k_gain
+    [dim] of RMSNorms with `eps` over each query and key, or None twice; slots [T] int64 or int32: the row of keys and
+    values [rows, kv_heads, dim] that a token's go to. All contiguous. Rotation and norms are float32; transformers
+    rounds in between. Raises UnsupportedModel for an embedding that turns only a part of a head, or an odd head.
+
+    Source: Su et al. 2021 (RoFormer, arXiv:2104.09864), with the halves of a head as pairs, as in GPT-NeoX.
+    """
+    check_rope_cache(qkv, cos, sin, slots, keys, values, heads, kv_heads)
+    tokens, dim, total = len(qkv), keys.shape[2], heads + 2 * kv_heads
+    q = qkv.new_empty(tokens, heads, dim)
+    # One token spreads over several SMs; many tokens fill them by themselves.
     block = 4 if tokens < 64 else min(32, triton.next_power_of_2(total))
-    rope_cache_kernel[(tokens, triton.cdiv(total, block))](
-        qkv, cos, sin, q_gain, k_gain, slots, query, keys, values, eps, HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
-        PADDED=triton.next_power_of_2(dim // 2), BLOCK=block, NORM=q_gain is not None,
-        num_warps=1 if block <= 4 else 4,
-    )  # fmt: skip
-    return query
+    with torch.cuda.device_of(qkv):
+        rope_cache_kernel[(tokens, triton.cdiv(total, block))](
+            qkv, cos, sin, q_gain, k_gain, slots, q, keys, values, eps, HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
+            PADDED_HALF=triton.next_power_of_2(dim // 2), BLOCK_H=block, NORM=q_gain is not None,
+            num_warps=1 if block <= 4 else 4,
+        )  # fmt: skip
+    return q
 
 
-@triton.jit(do_not_specialize=["key_token", "key_head", "value_token", "value_head"])
+# The strides of keys that stand heads first grow with the number of tokens.
+@triton.jit(do_not_specialize=["k_token", "k_head", "v_token", "v_head"])
 def write_cache_kernel(
-    key_ptr, value_ptr, slots_ptr, keys_ptr, values_ptr, key_token, key_head, value_token, value_head,
+    k_ptr, v_ptr, slots_ptr, keys_ptr, values_ptr, k_token, k_head, v_token, v_head,
     KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The keys and values of one token a program."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token)
-    i = tl.arange(0, BLOCK)
-    key = tl.load(
-        key_ptr + token * key_token + i // KEY_DIM * key_head + i % KEY_DIM, mask=i < KV_HEADS * KEY_DIM, other=0.0
-    )
-    value = tl.load(
-        value_ptr + token * value_token + i // VALUE_DIM * value_head + i % VALUE_DIM,
-        mask=i < KV_HEADS * VALUE_DIM, other=0.0,
-    )  # fmt: skip
-    tl.store(keys_ptr + slot * (KV_HEADS * KEY_DIM) + i, key, mask=i < KV_HEADS * KEY_DIM)
-    tl.store(values_ptr + slot * (KV_HEADS * VALUE_DIM) + i, value, mask=i < KV_HEADS * VALUE_DIM)
+    """Key and value of one token a program."""
+    token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    in_key, in_value = i < KV_HEADS * KEY_DIM, i < KV_HEADS * VALUE_DIM
+    key_at = k_ptr + token * k_token + (i // KEY_DIM).to(tl.int64) * k_head + i % KEY_DIM
+    value_at = v_ptr + token * v_token + (i // VALUE_DIM).to(tl.int64) * v_head + i % VALUE_DIM
+    key, value = tl.load(key_at, mask=in_key), tl.load(value_at, mask=in_value)
+    tl.store(keys_ptr + slot * (KV_HEADS * KEY_DIM) + i, key.to(keys_ptr.dtype.element_ty), mask=in_key)
+    tl.store(values_ptr + slot * (KV_HEADS * VALUE_DIM) + i, value.to(values_ptr.dtype.element_ty), mask=in_value)
 
 
 def write_cache(
-    key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> None:
-    """As `KVPool.write`, both in one launch: key [T, kv_heads, key_dim] and value, of any strides but the last one, to
-    rows slots int64 [T] of keys [rows, kv_heads, key_dim] and values."""
-    tokens, kv_heads, key_dim = key.shape
-    value_dim = value.shape[2]
-    write_cache_kernel[(tokens,)](
-        key, value, slots, keys, values, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        KV_HEADS=kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        BLOCK=triton.next_power_of_2(kv_heads * max(key_dim, value_dim)), num_warps=4,
-    )  # fmt: skip
+    """k [T, kv_heads, key_dim] and v [T, kv_heads, value_dim] to rows `slots` [T] of keys and values, in one launch.
+
+    keys [rows, kv_heads, key_dim] and values [rows, kv_heads, value_dim] are contiguous; tokens and heads of k and
+    v may have any strides.
+    """
+    tokens, kv_heads, key_dim = k.shape
+    value_dim = v.shape[2]
+    assert v.shape[:2] == k.shape[:2] and slots.shape == (tokens,) and slots.is_contiguous()
+    assert keys.shape[1:] == k.shape[1:] and values.shape[1:] == v.shape[1:]
+    assert keys.is_contiguous() and values.is_contiguous()
+    k, v = (part if part.stride(2) == 1 else part.contiguous() for part in (k, v))
+    with torch.cuda.device_of(k):
+        write_cache_kernel[(tokens,)](
+            k, v, slots, keys, values, k.stride(0), k.stride(1), v.stride(0), v.stride(1), KV_HEADS=kv_heads,
+            KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK=triton.next_power_of_2(kv_heads * max(key_dim, value_dim)),
+            num_warps=4,
+        )  # fmt: skip

@@ -18,7 +18,7 @@ import triton
 
 from ...errors import InvalidParameter
 from .device import TRITON_DTYPES, dot_dtype, gpu_of
-from .few_rows import TICKETS, scratch
+from .few_rows import TICKETS, tickets_of
 from .paged_kernels import decode_kernel, merge_kernel, prefill_kernel
 from .paged_plan import FEW_PARTS, AttentionPlan, plan_decode, plan_prefill, plan_splits
 
@@ -69,7 +69,8 @@ def paged_decode(
     parts = "one" if splits == 1 else "few" if splits <= FEW_PARTS and requests * groups <= TICKETS else "many"
     partial = tickets = None
     if parts != "one":
-        partial, tickets = scratch(query.device, requests * heads * splits * (value_dim + 2))
+        partial = query.new_empty((requests, heads, splits, value_dim + 2), dtype=torch.float32)
+        tickets = tickets_of(query.device) if parts == "few" else None
     if query.stride(2) != 1:
         query = query.contiguous()
     with torch.cuda.device_of(query):  # Triton launches on the current device
