@@ -1,4 +1,4 @@
-"""The Triton kernels of a fast step's beginning and end against their torch versions: on the GPU, else interpreted on the CPU.
+"""Kernels at the beginning and the end of a fast step against their torch versions: on the GPU, else interpreted.
 
 As in test_paged_triton.py, on a CPU the tests run in a process of their own with TRITON_INTERPRET=1.
 """
