@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from minfer_lib.learn.exercises import Exercise, Mistake, Outcome
+from minfer_lib.learn.exercises import Exercise, Mistake
 from minfer_lib.learn.style import Picture
 
 
@@ -23,9 +23,9 @@ class ExerciseChecks:
         exercises = self.chapter.EXERCISES
         if "mistake" in metafunc.fixturenames:
             made = [
-                (e, m, f, f"{e.name}: {m.name} {n}")
+                (e, m, f, f"{e.name}: {number} {n}")
                 for e in exercises
-                for m in e.mistakes
+                for number, m in enumerate(e.mistakes)
                 for n, f in enumerate(m.made_by)
             ]
             metafunc.parametrize(
@@ -34,48 +34,48 @@ class ExerciseChecks:
         elif "exercise" in metafunc.fixturenames:
             metafunc.parametrize("exercise", exercises, ids=lambda e: e.name)
 
-    def check(self, exercise: Exercise) -> Callable[[Any], bool]:
-        """The function that the chapter calls."""
-        return getattr(self.chapter, f"check_{exercise.name}")
-
     def test_there_are_three_to_five(self):
         assert 3 <= len(self.chapter.EXERCISES) <= 5
         assert {exercise.name for exercise in self.chapter.EXERCISES} == set(self.solutions)
+        assert all(getattr(self.chapter, f"check_{exercise.name}") is exercise for exercise in self.chapter.EXERCISES)
 
     def test_the_stub_fails_and_the_solution_passes(self, exercise: Exercise, capsys: pytest.CaptureFixture[str]):
         def stub(*args: Any): ...
 
         name = exercise.name
-        assert self.check(exercise)(stub) is False
+        assert exercise.check(stub) is False
         assert capsys.readouterr().out == f"{name}: not solved yet. Replace the ... in it, then run the cell again.\n"
-        assert self.check(exercise)(self.solutions[name]) is True
-        assert capsys.readouterr().out.startswith(f"{name}: right, in all ")
+        for solution in (self.solutions[name], exercise.solution):
+            assert exercise.check(solution) is True
+            assert capsys.readouterr().out.startswith(f"{name}: right, in all ")
 
     def test_each_typical_mistake_fails_with_its_own_hint(
         self, exercise: Exercise, mistake: Mistake, function: Callable[..., Any], capsys: pytest.CaptureFixture[str]
     ):
-        assert self.check(exercise)(function) is False
+        assert exercise.check(function) is False
         assert capsys.readouterr().out.rstrip().endswith(f"Hint: {mistake.hint}")
 
     def test_hints_are_different_and_lines_are_not_too_long(
         self, exercise: Exercise, capsys: pytest.CaptureFixture[str]
     ):
-        hints = [mistake.hint for mistake in exercise.mistakes]
-        assert len(set(hints)) == len(hints) >= 3 and exercise.hint not in hints
+        hints = [*(mistake.hint for mistake in exercise.mistakes), *exercise.hints]
+        assert len(set(hints)) == len(hints) and 3 <= len(exercise.mistakes) <= 5 and exercise.__doc__
         for mistake in exercise.mistakes:
             exercise.check(mistake.made_by[0])
             first_lines = capsys.readouterr().out.splitlines()[:4]
             assert max(map(len, first_lines)) <= 130
 
     def test_pictures_can_be_drawn_for_right_and_for_wrong_answers(self, exercise: Exercise):
+        if exercise.draw is None:
+            return
         picture = exercise.draw(self.solutions[exercise.name])
         assert isinstance(picture, Picture) and len(picture.png()) < 60_000
         drawn = 0
         for mistake in exercise.mistakes:
             for function in mistake.made_by:
-                if all(Outcome.of(function, case.args).error is None for case in exercise.cases):
+                if all(exercise.outcome(function, case).error is None for case in exercise.cases):
                     try:
                         drawn += isinstance(exercise.draw(function), Picture)
-                    except Exception:  # the check reports it; most must be drawable all the same
+                    except Exception:  # most must be drawable all the same
                         continue
         assert drawn >= 2

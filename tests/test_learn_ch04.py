@@ -132,5 +132,5 @@ def test_answers_may_be_written_in_other_ways():
     def pack_with_tensors(chunks):
         return tuple(torch.tensor(part) for part in pack(chunks))
 
-    assert ch04.check_may_attend(with_tensors) and ch04.check_pack(pack_with_tensors)
-    assert ch04.check_throughput_bound(lambda w, kv, n, bw: bw / (w / n + kv))
+    assert ch04.check_may_attend.check(with_tensors) and ch04.check_pack.check(pack_with_tensors)
+    assert ch04.check_throughput_bound.check(lambda w, kv, n, bw: bw / (w / n + kv))

@@ -209,8 +209,8 @@ def test_answers_may_be_written_in_other_ways(capsys):
         last = sorted(running, key=lambda r: (r["priority"], r["arrival"]))[-1]
         return last if last is not needed_by else None
 
-    assert ch06.check_merge(merge_with_torch) and ch06.check_append(append_from_the_front)
-    assert ch06.check_matched(matched_by_slices) and ch06.check_choose_victim(choose_by_sorting)
+    assert ch06.check_merge.check(merge_with_torch) and ch06.check_append.check(append_from_the_front)
+    assert ch06.check_matched.check(matched_by_slices) and ch06.check_choose_victim.check(choose_by_sorting)
     assert "not right" not in capsys.readouterr().out
 
 
@@ -218,11 +218,11 @@ def test_a_diagnosis_shows_structures_by_what_matters(capsys):
     def wipes(table, token, pool, references, free):
         table.clear()
 
-    assert ch06.check_append(wipes) is False
+    assert ch06.check_append.check(wipes) is False
     out = capsys.readouterr().out
     assert "    before   blocks [], 0 tokens; pool _ _ | _ _; references [0, 0]; free [1, 0]\n" in out
     assert "At key 'table': a dict with the keys ['blocks', 'tokens'] was expected." in out
-    assert ch06.check_choose_victim(lambda running, needed_by: running[0]["name"]) is False
+    assert ch06.check_choose_victim.check(lambda running, needed_by: running[0]["name"]) is False
     out = capsys.readouterr().out
     assert "        a: priority 0, arrival 0, 9 blocks, 5 generated\n" in out and "    expected c\n" in out
-    assert ch06.check_append(lambda *args: args[9]) is False and "IndexError" in capsys.readouterr().out
+    assert ch06.check_append.check(lambda *args: args[9]) is False and "IndexError" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from exercise_checks import ExerciseChecks
 
 from minfer_lib.bench.metrics import percentile as percentile_of_the_package
 from minfer_lib.learn.checks import ch07
-from minfer_lib.learn.checks.ch07_load import KV_7B
+from minfer_lib.learn.checks.ch07 import KV_7B
 from minfer_lib.models.memory import ModelShape, kv_bytes_per_token
 from minfer_lib.models.shapes import shape_config
 
@@ -67,7 +67,7 @@ def test_answers_may_be_written_in_other_ways(capsys):
                     best = factor if best is None else min(best, factor)
         return best
 
-    assert ch07.check_gain(in_loops)
-    assert ch07.check_percentile(lambda values, percent: np.percentile(values, percent))
-    assert ch07.check_cache_for_load(lambda r, p, o, t, b, each: r * (o * t * 1e-3) * each * (p + (o + b) / 2))
+    assert ch07.check_gain.check(in_loops)
+    assert ch07.check_percentile.check(lambda values, percent: np.percentile(values, percent))
+    assert ch07.check_cache_for_load.check(lambda r, p, o, t, b, each: r * (o * t * 1e-3) * each * (p + (o + b) / 2))
     capsys.readouterr()

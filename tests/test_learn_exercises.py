@@ -1,23 +1,30 @@
 """The machinery of the checks, on exercises made up here, and every exercise of every chapter's `EXERCISES`."""
 
 import math
+from importlib import import_module
 
 import pytest
 import torch
 
-from minfer_lib.learn.exercises import Case, Exercise, Mistake, Outcome, _is_stub
+from minfer_lib.learn.checks import ch04
+from minfer_lib.learn.exercises import CHAPTERS, Case, Exercise, Mistake, Outcome, _is_stub, claim, yours
 from minfer_lib.learn.values import difference, shown
 
+
+def double(x):
+    """Twice x."""
+    return 2 * x
+
+
 DOUBLE = Exercise(
-    name="double",
-    parameters=("x",),
+    double,
     cases=(Case((2,), 4), Case((5,), 10, "an odd number"), Case((0,), 0)),
     mistakes=(
-        Mistake("squares", "You multiplied x with itself.", (lambda x: x * x,)),
-        Mistake("adds two", "You added 2.", (lambda x: x + 2, lambda x: 2 + x if x else 1)),
-        Mistake("divides", "x may be 0.", (lambda x: 4 / x * x * x / 2,)),
+        Mistake("You multiplied x with itself.", lambda x: x * x),
+        Mistake("You added 2.", lambda x: x + 2, lambda x: 2 + x if x else 1),
+        Mistake("x may be 0.", lambda x: 4 / x * x * x / 2),
     ),
-    hint="Add x to itself.",
+    hints=("What is twice one?", "Add x to itself."),
     solved="Doubling is a shift by one bit.",
 )
 
@@ -110,12 +117,14 @@ def test_a_mistake_that_raises_is_recognised_by_what_it_raises(capsys):
 
 def test_other_wrong_answers_get_the_general_hint(capsys):
     assert check(lambda x: x - 7) is False
-    assert "Hint: 4 was expected and -5 came. Add x to itself." in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "    4 was expected and -5 came." in out
+    assert out.endswith("For a hint: check_double(hint=1), then hint=2.\n")
 
 
 def test_of_two_mistakes_the_one_that_agrees_more_explains():
     outcomes = [Outcome(4), Outcome(25), Outcome(0)]
-    assert DOUBLE.explain(outcomes, [1]).name == "squares"
+    assert DOUBLE.explain(outcomes, [1]).hint == "You multiplied x with itself."
     assert DOUBLE.explain([Outcome(4), Outcome(26), Outcome(0)], [1]) is None
 
 
@@ -202,21 +211,73 @@ def test_a_keyboard_interrupt_is_let_through():
         check(lambda x: raise_it(KeyboardInterrupt()))
 
 
-def test_a_function_may_change_its_arguments_without_harm():
-    append = Exercise(
-        "append",
-        ("items",),
-        (Case(([1, 2],), [1, 2, 3]), Case(([],), [3])),
-        (Mistake("m", "h", (lambda i: i,)),),
-        "",
-        "",
-    )
+def append(items):
+    items.append(3)
+    return items
 
-    def mutating(items):
-        items.append(3)
+
+def test_a_function_may_change_its_arguments_without_harm():
+    cases = (Case(([1, 2],), [1, 2, 3]), Case(([],), [3]))
+    exercise = Exercise(append, cases=cases, mistakes=(Mistake("h", lambda i: i),), hints=("", ""), solved="")
+    assert exercise.check(append) is True and exercise.check(append) is True
+
+
+def test_an_exercise_can_look_at_more_than_a_result():
+    """What became of an argument, or several calls of a class: `run`; and more than one answer may be right."""
+
+    def state(answer, items):
+        answer(items)
         return items
 
-    assert append.check(mutating) is True and append.check(mutating) is True
+    cases = (Case(([1],), [1, 3], also=([3, 1],)),)
+    exercise = Exercise(append, cases=cases, mistakes=(), hints=("", ""), solved="", run=state)
+    assert exercise.check(append) and exercise.check(lambda items: items.insert(0, 3))
+    assert not exercise.check(lambda items: items.append(4))
+
+
+def test_hints_come_in_two_steps_and_nothing_is_shown_as_a_value(capsys):
+    assert DOUBLE(hint=1) is None and DOUBLE(hint=2) is None and DOUBLE(lambda x: 2 * x) is None
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == "double, hint 1 of 2: What is twice one?" and second == "double, hint 2 of 2: Add x to itself."
+    DOUBLE(hint=3)
+    assert "check_double(hint=1) and check_double(hint=2)" in capsys.readouterr().out
+
+
+def test_yours_is_the_readers_once_its_check_has_passed(monkeypatch, capsys):
+    monkeypatch.setattr(ch04.check_pack, "accepted", None)
+    assert yours("pack") is ch04.pack
+    assert "the worked solution runs here, until check_pack has accepted yours" in capsys.readouterr().out
+    ch04.check_pack(lambda chunks: ([], [], []))
+    assert yours("pack") is ch04.pack
+
+    def pack(chunks):
+        return ch04.pack(chunks)
+
+    ch04.check_pack(pack)
+    assert yours("pack") is pack and "this is your own" in capsys.readouterr().out
+    with pytest.raises(KeyError, match=r"no exercise called 'pak'; there are .*pack"):
+        yours("pak")
+
+
+def test_every_exercise_has_a_name_of_its_own():
+    names = [
+        exercise.name
+        for chapter in CHAPTERS
+        for exercise in import_module(f"minfer_lib.learn.checks.{chapter}").EXERCISES
+    ]
+    assert len(set(names)) == len(names) > 20
+
+
+def test_a_claim_is_printed_where_it_holds_and_raises_under_ci(monkeypatch, capsys):
+    claim(True, "paged is faster")
+    assert capsys.readouterr().out == "paged is faster\n"
+    monkeypatch.setenv("CI", "1")
+    with pytest.raises(AssertionError, match="not shown by this run: paged is faster"):
+        claim(False, "paged is faster")
+    monkeypatch.delenv("CI")
+    monkeypatch.delenv("MINFER_FAST", raising=False)
+    claim(False, "paged is faster")
+    assert capsys.readouterr().out == "Not on this machine, in this run: paged is faster\n"
 
 
 @pytest.mark.parametrize(

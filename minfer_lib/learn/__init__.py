@@ -11,22 +11,37 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import checks, plots, widgets
+    from .exercises import claim, yours
     from .quiet import quiet_stderr
     from .sliders import explore
     from .source import show, show_kernel
     from .style import colour_of, use_style
 
 _HOME = {
+    "claim": "exercises",
     "quiet_stderr": "quiet",
     "show": "source",
     "show_kernel": "source",
     "colour_of": "style",
     "use_style": "style",
     "explore": "sliders",
+    "yours": "exercises",
 }
 _MODULES = ("checks", "plots", "widgets")
 
-__all__ = ["checks", "colour_of", "explore", "plots", "quiet_stderr", "show", "show_kernel", "use_style", "widgets"]
+__all__ = [
+    "checks",
+    "claim",
+    "colour_of",
+    "explore",
+    "plots",
+    "quiet_stderr",
+    "show",
+    "show_kernel",
+    "use_style",
+    "widgets",
+    "yours",
+]
 
 
 def __getattr__(name: str) -> Any:
