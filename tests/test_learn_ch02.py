@@ -67,9 +67,9 @@ def test_an_answer_that_changes_the_callers_logits_is_told_so(capsys: pytest.Cap
             logits[token] /= penalty
         return logits
 
-    assert ch02.check_penalise(in_place) is False
+    assert ch02.check_penalise.check(in_place) is False
     assert "logits.clone()" in capsys.readouterr().out
-    assert ch02.check_penalise(in_place_and_wrong) is False
+    assert ch02.check_penalise.check(in_place_and_wrong) is False
     assert "Multiply where the logit is negative" in capsys.readouterr().out
 
 
@@ -77,7 +77,7 @@ def test_an_answer_that_changes_the_callers_logits_is_told_so(capsys: pytest.Cap
 
 
 def test_distribution_is_the_samplers():
-    for case in ch02.DISTRIBUTION.cases:
+    for case in ch02.check_distribution.cases:
         logits, temperature = case.args
         if temperature > 0:
             ours = filtered_logits(logits[None], [SamplingParams(temperature=temperature)])[0].softmax(-1)
@@ -85,21 +85,21 @@ def test_distribution_is_the_samplers():
 
 
 def test_top_p_is_the_samplers():
-    for case in ch02.TOP_P_FILTER.cases:
+    for case in ch02.check_top_p_filter.cases:
         probs, p = case.args
         kept = filter_top_p(probs.log()[None], torch.tensor([p], dtype=torch.float64))[0].isfinite()
         assert kept.nonzero().flatten().tolist() == sorted(case.expected)
 
 
 def test_the_penalty_is_the_samplers():
-    for case in ch02.PENALISE.cases:
+    for case in ch02.check_penalise.cases:
         logits, seen, penalty = case.args
         params = SamplingParams(repetition_penalty=penalty)
         assert penalised(logits, TokenCounts.of_prompt(seen, logits), params).tolist() == pytest.approx(case.expected)
 
 
 def test_what_is_held_back_is_what_the_engine_holds_back():
-    for case in ch02.HOLD_BACK.cases:
+    for case in ch02.check_hold_back.cases:
         text, stops = case.args
         watched = StopStrings(stops)
         assert text == watched.feed(text) + case.expected
