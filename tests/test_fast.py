@@ -98,7 +98,23 @@ def test_no_way_is_said_and_the_engine_runs_as_ever(family: Family, monkeypatch:
 
 
 def test_auto_is_off_on_a_cpu(tiny: LanguageModel):
-    assert not isinstance(LLMEngine(tiny).runner, FastRunner)
+    plain = LLMEngine(tiny)
+    assert not isinstance(plain.runner, FastRunner) and plain.fast_path == "none: the model's own modules run"
+
+
+def test_a_fast_engine_says_which_way_it_went_and_why_no_other(family: Family, monkeypatch: pytest.MonkeyPatch):
+    assert engine(family("llama"), max_num_seqs=3).fast_path.startswith("fused; 3 graphs, made in ")
+    monkeypatch.setattr(choose, "WAYS", ("fused", "graph"))
+    told = engine(family("gemma2")).fast_path
+    assert told.startswith("graph; ") and "not fused: gemma2 cannot be fused: its layers are Gemma2DecoderLayer" in told
+
+
+def test_more_rows_than_there_are_graphs_for(family: Family, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choose, "MOST_ROWS", 3)
+    lm = family("llama")
+    fast = engine(lm)
+    assert fast.runner.graphs.sizes == [1, 2, 3] and fast.max_num_seqs == 64
+    assert tokens(fast.generate(MIX, each())) == answers(lm)
 
 
 def test_a_scheduler_of_ones_own_decides_about_every_step(family: Family):

@@ -62,13 +62,17 @@ def test_an_answer_that_changes_the_callers_logits_is_told_so(capsys: pytest.Cap
             logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
         return logits
 
+    def in_place_with_numpy(logits, seen, penalty):
+        return in_place(logits.numpy(), seen, penalty)
+
     def in_place_and_wrong(logits, seen, penalty):
         for token in set(seen):
             logits[token] /= penalty
         return logits
 
-    assert ch02.check_penalise.check(in_place) is False
-    assert "logits.clone()" in capsys.readouterr().out
+    for answer in (in_place, in_place_with_numpy):
+        assert ch02.check_penalise.check(answer) is False
+        assert "logits.clone()" in capsys.readouterr().out
     assert ch02.check_penalise.check(in_place_and_wrong) is False
     assert "Multiply where the logit is negative" in capsys.readouterr().out
 

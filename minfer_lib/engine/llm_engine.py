@@ -114,7 +114,8 @@ class LLMEngine(Engine):
         self.kv_cache = kv_cache
         if type(self).name == Engine.name:  # else a class that builds on this one has a name of its own
             self.name = kv_cache if isinstance(kv_cache, str) else "paged"
-        fast = lm.device.type == "cuda" if fast == "auto" else fast
+        if fast == "auto" and lm.device.type != "cuda":
+            fast = False
         self.cache, self.max_model_len = make_cache(
             lm, kv_cache, max_num_seqs=self.max_num_seqs, num_blocks=num_blocks, block_size=block_size,
             max_model_len=max_model_len, step_tokens=self.max_num_batched_tokens,

@@ -21,6 +21,7 @@ from ..models.load import LanguageModel
 from .compiled import CompiledDecoder
 from .decode_rows import Ahead, FastRunner
 from .fused import FusedDecoder
+from .graphs import MOST_ROWS
 from .proof import prove
 
 WAYS = ("fused", "compiled", "graph")
@@ -32,11 +33,11 @@ def make_runner(
 ) -> ModelRunner:  # fmt: skip
     """The runner of an engine; the arguments are those of `LLMEngine`.
 
-    fast: True takes the first way that works, and a plain runner with a warning if none does. Raises
+    fast: True and "auto" take the first way that works, and a plain runner if none does, True with a warning. Raises
     `UnsupportedModel` where the way that was asked for by name does not work.
     """
-    reasons = []
-    for way in WAYS if fast is True else (fast,):
+    reasons: list[str] = []
+    for way in WAYS if fast in (True, "auto") else (fast,):
         try:
             runner = _runner(way, lm, cache, sampler, backend, max_num_seqs, max_model_len)
             runner.reasons = reasons
@@ -45,7 +46,8 @@ def make_runner(
             reasons.append(f"{way}: {error}")
             if fast == way:
                 raise
-    warnings.warn(f"There is no fast path for {lm.name}: {' '.join(reasons)}", stacklevel=4)
+    if fast is True:
+        warnings.warn(f"There is no fast path for {lm.name}: {' '.join(reasons)}", stacklevel=4)
     runner = ModelRunner(lm, cache, sampler, backend)
     runner.description = f"none: {' '.join(reasons)}"
     return runner
@@ -66,6 +68,7 @@ def _runner(
         decoder = FusedDecoder(lm) if way == "fused" else CompiledDecoder(lm)
         prove(lm, decoder, modules, backend)
     try:
+        rows = min(rows, MOST_ROWS)
         return FastRunner(lm, cache, sampler, backend, decoder, modules=modules, rows=rows, longest=longest)
     except torch.OutOfMemoryError:
         raise

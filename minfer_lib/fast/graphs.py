@@ -29,6 +29,7 @@ from ..models.load import LanguageModel
 RING = 3  # host copies of a step's numbers: one may be rewritten when its step has been read, two steps later
 PROMPT_TOKENS = (16, 32, 64, 128, 256, 512)
 PROMPTS = 8  # in one prompt graph
+MOST_ROWS = 512  # that there are graphs for: more rows take so long that launching them costs little
 
 
 def decode_buckets(most: int) -> list[int]:
@@ -220,7 +221,8 @@ class StepGraphs:
             torch.cuda.current_stream(self.lm.device).wait_stream(stream)
             torch.cuda.synchronize(self.lm.device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
+            # other threads may use the GPU meanwhile
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 logits = step()
         return Captured(graph.replay, logits)
 

@@ -56,7 +56,7 @@ class Surroundings:
         self._places = [place for module in self._layers for place in hf_compat.tensor_places(module)]
 
     def addresses(self) -> list[int]:
-        return [kept[name].data_ptr() for kept, name in self._places]
+        return [0 if (tensor := kept.get(name)) is None else tensor.data_ptr() for kept, name in self._places]
 
     def calls(self) -> list[object]:
         """Hooks, and forwards that modules were given."""

@@ -58,7 +58,8 @@ check_kv_bytes = Exercise(
     ),
     hints=(
         "Count for one token in one layer first: how many heads are kept, and how many numbers does each have?",
-        "Keys and values: two tensors a layer, each of kv_heads x head_dim numbers a token, of bytes_per_value bytes.",
+        "Two tensors per layer, keys and values. Each holds kv_heads x head_dim numbers per token, and a number takes "
+        "bytes_per_value bytes.",
     ),
     solved="With 8 heads of keys and values in place of 32, the same text takes a quarter of the memory.",
     draw=_draw_kv_bytes,
@@ -125,7 +126,7 @@ check_first_token = Exercise(
             lambda logits: (int(logits.argmax()), logits.max()),
         ),
         Mistake(
-            "Both numbers are right, the other way round: the token's id comes first, its probability second.",
+            "Both numbers are right but swapped: the token's id comes first, its probability second.",
             lambda logits: (logits.softmax(-1).max(), int(logits.argmax())),
         ),
     ),
@@ -188,13 +189,13 @@ check_split_latency = Exercise(
             _with_tpot(lambda arrival, times: (times[-1] - times[0]) / len(times)),
         ),
         Mistake(
-            "With one token there is no later one, and no mean time of later ones: return None for it.",
+            "With a single token there is no gap to measure, so there is no mean either: return None for TPOT.",
             _with_tpot(lambda arrival, times: (times[-1] - times[0]) / (len(times) - 1)),
             _with_tpot(lambda arrival, times: (times[-1] - times[0]) / max(1, len(times) - 1)),
             _with_tpot(lambda arrival, times: (times[-1] - times[0]) / (len(times) - 1) if times[1:] else math.nan),
         ),
         Mistake(
-            "Both numbers are right, the other way round: TTFT first, TPOT second.",
+            "Both numbers are right but swapped: TTFT comes first, TPOT second.",
             lambda arrival, times: split_latency(arrival, times)[::-1],
         ),
     ),
@@ -239,15 +240,15 @@ check_tokens_that_fit = Exercise(
     ),
     mistakes=(
         Mistake(
-            "You took 10^9 bytes. GPU memory is given in GiB, and one GiB has 2^30 bytes, over 7 % more.",
+            "You counted 10^9 bytes to the GiB. One GiB has 2^30 bytes, over 7 % more.",
             lambda gib, n, bits, kv: max(0, int((gib * 10**9 - n * bits / 8) // kv)),
         ),
         Mistake(
-            "The weights have to fit into the same memory. Take them off first; the cache gets what is left.",
+            "The weights have to fit into the same memory. Subtract them first; the cache gets what is left.",
             lambda gib, n, bits, kv: int(gib * 2**30 // kv),
         ),
         Mistake(
-            "You counted bits as bytes. A byte has 8 bits: 16 bits are 2 bytes, 4 bits are half a byte.",
+            "Check how you get from bits to bytes. A byte has 8 bits: 16 bits are 2 bytes, 4 bits are half a byte.",
             lambda gib, n, bits, kv: max(0, int((gib * 2**30 - n * bits) // kv)),
             lambda gib, n, bits, kv: int((gib * 2**30 - n * bits) // kv),
             lambda gib, n, bits, kv: max(0, int((gib * 2**30 - n * (bits // 8)) // kv)),
@@ -317,7 +318,7 @@ check_step_time = Exercise(
             lambda f, b, peak, bw: (max(f / peak, b / bw), "compute" if f > b else "memory"),
         ),
         Mistake(
-            'The time is right and the name is the other one: if reading takes longer, the step waits for "memory".',
+            'The time is right, but the name is swapped: if reading takes longer, the step waits for "memory".',
             lambda f, b, peak, bw: (max(f / peak, b / bw), "compute" if b / bw > f / peak else "memory"),
         ),
         Mistake(

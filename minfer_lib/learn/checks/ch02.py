@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..exercises import Case, Exercise, Function, Mistake
+from ..values import difference
 
 WORDS = ("mat", "sofa", "floor", "moon", "spoon")
 LOGITS = (2.0, 1.5, 0.5, -0.5, -1.0)
@@ -37,18 +38,8 @@ def _or_greedy(warm: Function) -> Function:
     return lambda logits, t: _greedy(logits) if t == 0 else warm(logits, t)
 
 
-def _naive(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    exps = (logits / temperature).exp()
-    return exps / exps.sum()
-
-
-def _naive_in_python(logits: torch.Tensor, temperature: float) -> list[float]:
-    exps = [math.exp(x / temperature) for x in logits.tolist()]
-    return [e / sum(exps) for e in exps]
-
-
-def _in_python(logits: torch.Tensor, temperature: float) -> list[float]:
-    exps = [math.exp((x - max(logits.tolist())) / temperature) for x in logits.tolist()]
+def _in_python(logits: torch.Tensor, temperature: float, subtracted: float) -> list[float]:
+    exps = [math.exp((x - subtracted) / temperature) for x in logits.tolist()]
     return [e / sum(exps) for e in exps]
 
 
@@ -76,15 +67,15 @@ check_distribution = Exercise(
         Mistake(
             "2 / 0.001 is 2,000, and e to the power of 2,000 is more than any float can hold: infinity / infinity is "
             "not a number. Subtract the largest logit first; that changes no probability.",
-            _or_greedy(_naive),
-            _or_greedy(_naive_in_python),
+            _or_greedy(lambda logits, t: (logits / t).exp() / (logits / t).exp().sum()),
+            _or_greedy(lambda logits, t: _in_python(logits, t, 0.0)),
         ),
         Mistake(
-            "Only temperature 0 is missing. Nothing can be divided by it: by agreement it means greedy, that is all "
-            "probability on the largest logit. Ask for it first.",
+            "Only temperature 0 is missing. Nothing can be divided by it: by convention it means greedy, with all "
+            "probability on the largest logit. Check for it first.",
             lambda logits, t: ((logits - logits.max()) / t).softmax(-1),
             lambda logits, t: (logits / t).softmax(-1),
-            _in_python,
+            lambda logits, t: _in_python(logits, t, float(logits.max())),
         ),
         Mistake(
             "You multiplied by the temperature. A low temperature has to make differences larger: divide.",
@@ -104,8 +95,8 @@ check_distribution = Exercise(
         ),
     ),
     hints=(
-        "What must happen to the differences between logits when the temperature is low? And what means temperature 0?",
-        "Three steps: the case of temperature 0, then (logits - maximum) / temperature, then the softmax.",
+        "What must happen to the differences between logits when the temperature is low? And what does 0 mean?",
+        "Three steps: return early for temperature 0, then (logits - maximum) / temperature, then the softmax.",
     ),
     solved="With the maximum taken off first, every exponent is 0 or less, however low the temperature.",
     draw=_draw_distribution,
@@ -168,8 +159,8 @@ check_top_p_filter = Exercise(
             lambda probs, p: _kept(probs, max(1, _reaching(probs, p) - (p < 1))),
         ),
         Mistake(
-            "You keep one token too many where the sum hits p exactly. With p reached, the rest is out: the question "
-            "is >= p, not > p.",
+            "You keep one token too many where the sum hits p exactly. Once the sum has reached p, the rest is "
+            "out: ask for >= p, not > p.",
             lambda probs, p: _kept(probs, int((_before(probs) <= p + 1e-6).sum())),
         ),
         Mistake(
@@ -228,17 +219,11 @@ CHANGED = "the right logits, but those that were given have changed as well"
 
 
 def _and_what_is_left(answer: Function, logits: torch.Tensor, seen: Sequence[int], penalty: float) -> Any:
-    """What the answer returns, unless it changed the logits that it was given to get there."""
-    before = logits.clone()
-    result = answer(logits, seen, penalty)
-    right = penalise(before, seen, penalty)
-    if not torch.equal(logits, before) and isinstance(result, torch.Tensor) and torch.allclose(result, right):
-        return CHANGED
-    return result
-
-
-def _in_place(logits: torch.Tensor, seen: Sequence[int], penalty: float) -> torch.Tensor:
-    return logits.copy_(penalise(logits, seen, penalty))
+    """What the answer returns, unless that is right and the logits that it was given have changed."""
+    given = logits.clone()
+    result = answer(given, seen, penalty)
+    changed = not torch.equal(given, logits)
+    return CHANGED if changed and difference(result, penalise(logits, seen, penalty)) is None else result
 
 
 def _draw_penalise(penalise: Function) -> Any:
@@ -271,18 +256,18 @@ check_penalise = Exercise(
             *_on_seen(lambda values, penalty: torch.where(values > 0, values * penalty, values / penalty)),
         ),
         Mistake(
-            "A token that was seen three times is punished three times here. The repetition penalty counts whether a "
+            "A token that was seen three times is penalised three times here. The repetition penalty counts whether a "
             "token was seen, not how often (that is the frequency penalty): go through the set of ids.",
             _for_each_occurrence,
         ),
         Mistake(
-            "You changed tokens that were not seen. Only the ids in `seen` are punished.",
+            "You changed tokens that were not seen. Only the ids in `seen` are penalised.",
             lambda logits, seen, penalty: torch.where(logits > 0, logits / penalty, logits * penalty),
             lambda logits, seen, penalty: logits / penalty,
         ),
         Mistake(
-            "Whoever called may still need the logits as they were. Begin with logits.clone(), and punish the copy.",
-            _in_place,
+            "The caller may still need the logits as they were. Begin with logits.clone(), and penalise the copy.",
+            lambda logits, seen, penalty: logits.copy_(penalise(logits, seen, penalty)),
         ),
     ),
     hints=(
@@ -355,7 +340,7 @@ check_hold_back = Exercise(
             lambda text, stops: next((_ends(text, [s])[0] for s in stops if _ends(text, [s])[0]), ""),
         ),
         Mistake(
-            "You always hold back the longest stop string's length less one. No stop string would slip through, but "
+            "You always hold back the longest stop string's length minus one. No stop string would slip through, but "
             "the reader would always be behind. Hold back only what fits.",
             lambda text, stops: text[-(max(map(len, stops)) - 1) :],
         ),
