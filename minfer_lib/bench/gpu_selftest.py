@@ -245,6 +245,8 @@ def check_fast(family: str, way: str, device: torch.device) -> str:
     NaN in every row of the cache that nobody has written; and its seeded draws are those of the plain engine."""
     if device.type == "cpu" and way == "compiled":
         raise Skipped("it is compiled for a GPU")
+    if device.type == "cpu" and no_triton(device) is None:
+        raise Skipped("Triton's interpreter would take minutes")
     lm, backend = random_model(family, device), backend_on(device)
     prompts = [PROMPTS[i % len(PROMPTS)] + list(range(3, 3 + 5 * i)) for i in range(max(BUCKETS))]
     lengths = [5 + 9 * i % 23 for i in range(len(prompts))]  # so that they leave at different steps

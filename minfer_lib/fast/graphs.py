@@ -38,13 +38,6 @@ def decode_buckets(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-class Direct:
-    """Stands for a CUDA graph where there is none: replaying it runs the step."""
-
-    def __init__(self, step: Callable[[], None]) -> None:
-        self.replay = step
-
-
 @dataclass
 class RowNumbers:
     """What the host says of the rows of a step, a field a row: numpy views of one host copy, or of the device's tensor.
@@ -77,7 +70,10 @@ class RowNumbers:
 
 @dataclass
 class Captured:
-    """A step that can be repeated: `replay` runs it over the static tensors, and leaves logits [rows, vocab]."""
+    """A step that can be repeated: `replay` runs it over the static tensors, and leaves logits [rows, vocab].
+
+    Where there is no GPU it is a call of the step.
+    """
 
     replay: Callable[[], None]
     logits: torch.Tensor

@@ -81,7 +81,7 @@ def _compare(
 ) -> None:  # fmt: skip
     wanted, got = wanted.float(), got.float()
     change = float((wanted - got).abs().max() / wanted.abs().max().clamp_min(1e-20))
-    if not change <= tolerance[lm.dtype]:
+    if not change <= tolerance.get(lm.dtype, tolerance[torch.float32]):
         raise UnsupportedModel(
             f"{lm.name} cannot be {decoder.name}: {what} would differ by {change:.1e} of the largest."
         )
