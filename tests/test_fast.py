@@ -97,6 +97,28 @@ def test_no_way_is_said_and_the_engine_runs_as_ever(family: Family, monkeypatch:
         engine(lm, fast="fused")
 
 
+@pytest.mark.parametrize("broken", [CompiledDecoder, FastRunner])
+def test_a_way_that_breaks_is_left_with_its_reason(family: Family, broken: type, monkeypatch: pytest.MonkeyPatch):
+    """A compiler that is missing, or a model that cannot be captured."""
+
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("no compiler\nand a long story")
+
+    lm = family("gemma2")
+    monkeypatch.setattr(broken, "__init__", fail)
+    if broken is CompiledDecoder:
+        told = engine(lm).fast_path
+        assert (
+            told.startswith("graph; ") and "not compiled: gemma2 cannot go this way (RuntimeError: no compiler)" in told
+        )
+    else:
+        monkeypatch.setattr(choose, "WAYS", ("graph",))
+        with pytest.warns(UserWarning, match=r"no fast path for gemma2: graph: gemma2 cannot go .*no compiler\)$"):
+            assert engine(lm).fast_path.startswith("none: graph: ")
+    with pytest.raises(UnsupportedModel, match="no compiler"):
+        engine(lm, fast="compiled" if broken is CompiledDecoder else "graph")
+
+
 def test_auto_is_off_on_a_cpu(tiny: LanguageModel):
     plain = LLMEngine(tiny)
     assert not isinstance(plain.runner, FastRunner) and plain.fast_path == "none: the model's own modules run"

@@ -15,7 +15,7 @@ from ..attention.backends import AttentionBackend
 from ..cache.pool import BlockStore
 from ..engine.runner import ModelRunner, ViewDecoder
 from ..engine.scheduler import Scheduler
-from ..errors import UnsupportedModel
+from ..errors import MinferError, UnsupportedModel
 from ..generation.sampling import Sampler
 from ..models.load import LanguageModel
 from .compiled import CompiledDecoder
@@ -62,21 +62,18 @@ def _runner(
             "a step. Triton's can."
         )
     modules = ViewDecoder(lm)
-    if way == "graph":
-        decoder: Any = modules
-    else:
-        decoder = FusedDecoder(lm) if way == "fused" else CompiledDecoder(lm)
-        prove(lm, decoder, modules, backend)
     try:
+        decoder: Any = modules
+        if way != "graph":
+            decoder = FusedDecoder(lm) if way == "fused" else CompiledDecoder(lm)
+            prove(lm, decoder, modules, backend)
         rows = min(rows, MOST_ROWS)
         return FastRunner(lm, cache, sampler, backend, decoder, modules=modules, rows=rows, longest=longest)
-    except torch.OutOfMemoryError:
+    except (MinferError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever a capture says to a model that asks the device for something in between
+    except Exception as error:  # whatever a compiler says, or a capture to a model that asks the device in between
         reason = str(error).splitlines()[0] if str(error) else ""
-        raise UnsupportedModel(
-            f"{lm.name} cannot be captured in a CUDA graph ({type(error).__name__}: {reason})"
-        ) from error
+        raise UnsupportedModel(f"{lm.name} cannot go this way ({type(error).__name__}: {reason})") from error
 
 
 def make_ahead(engine: Any) -> Ahead | None:
