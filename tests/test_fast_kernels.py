@@ -3,32 +3,16 @@
 As in test_paged_triton.py, on a CPU the tests run in a process of their own with TRITON_INTERPRET=1.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreted import DEVICE, HERE, run_interpreted
 
 pytest.importorskip("triton")
-HERE = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
 
 if not HERE:
 
     def test_interpreted_in_a_process_of_its_own():
-        options = ["-q", "-p", "no:cacheprovider", "-p", "no:nbval"]
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, str(Path(__file__).resolve())],
-            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            cwd=Path(__file__).resolve().parents[1],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-        assert " passed" in done.stdout
+        run_interpreted(__file__)
 
     KINDS = {"b": "*bf16", "i": "*i8", "f": "*fp32", "d": "*fp64", "l": "*i64", "n": "*i32", "s": "i32", "e": "fp32"}
 

@@ -4,33 +4,18 @@ Triton decides at its import whether it interprets, for the whole process, so on
 their own: the one test that pytest finds there starts pytest on this file again with TRITON_INTERPRET=1.
 """
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from interpreted import DEVICE, HERE, run_interpreted
 
 pytest.importorskip("triton")
-HERE = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
 
 if not HERE:
 
     def test_interpreted_in_a_process_of_its_own():
-        options = ["-q", "-p", "no:cacheprovider", "-p", "no:nbval"]
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, str(Path(__file__).resolve())],
-            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            cwd=Path(__file__).resolve().parents[1],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-        assert " passed" in done.stdout
+        run_interpreted(__file__)
 
     @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
     @pytest.mark.parametrize("block_m, block_k", [(64, 128), (128, 64), (256, 64)])

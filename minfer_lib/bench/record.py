@@ -102,7 +102,7 @@ def h200_frontier() -> Result:
 def h200_fast() -> Result:
     """Every way of the fast path, in bfloat16 and with weights in int8: prompts of 15 tokens, 1, 8 and 64 at once."""
     lm = load_model(SHAPE, device="cuda", dtype="bfloat16")
-    int8 = cheaper.int8(lm, activations="none")
+    int8 = cheaper.int8_weight_only(lm)
     limits = {"kv_cache": "paged", "max_num_seqs": 64, "max_num_batched_tokens": 4096, "enable_prefix_caching": False}
     engines = [
         ("modules", LLMEngine(lm, fast=False, **limits)),

@@ -182,15 +182,17 @@ class LLMEngine(Engine):
 
     def _execute(self, plan: Plan) -> Samples | None:
         """The samples of a step; None if the model failed, which ends the requests of the step with an error."""
-        now = self.clock()
-        for request in plan:
-            if request.metrics.first_scheduled is None:
-                request.metrics.first_scheduled = now
+        self._mark_scheduled(plan, self.clock())
         try:
             return self.runner.execute(plan)
         except Exception as error:
             self._fail(plan, error)
             return None
+
+    def _mark_scheduled(self, plan: Plan, now: float) -> None:
+        for request in plan:
+            if request.metrics.first_scheduled is None:
+                request.metrics.first_scheduled = now
 
     def _take_out(self, plan: Plan, samples: Samples, began: float, scheduled: float) -> None:
         """A step is computed: its tokens go to the requests, and those that they end to whoever asked."""

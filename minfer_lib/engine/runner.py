@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -76,11 +76,17 @@ class ViewDecoder:
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, batch: PackedBatch, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        keep = {"logits_to_keep": rows} if self._keeps_rows and rows is not None else {}
-        # our cache travels with the batch
-        out = self.view(input_ids=ids[None], position_ids=positions[None], use_cache=False, minfer=batch, **keep)
+        return self._logits(ids, positions, rows, minfer=batch)
+
+    def _logits(
+        self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None, **options: Any
+    ) -> torch.Tensor:
+        """Logits [rows, vocab]; `options` go to every layer. The model keeps no cache: ours travels with the batch."""
+        if self._keeps_rows and rows is not None:
+            options["logits_to_keep"], rows = rows, None
+        out = self.view(input_ids=ids[None], position_ids=positions[None], use_cache=False, **options)
         logits = out.logits[0]
-        return logits if keep or rows is None else logits[rows]
+        return logits if rows is None else logits[rows]
 
     def refresh(self) -> None:
         """Follows what was done to the model: weights that were moved or replaced."""

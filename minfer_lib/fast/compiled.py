@@ -11,6 +11,7 @@ and it counts once it agreed with the modules (`proof`). Source: regional compil
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import AttentionInterface
 from ..attention.batch import PackedBatch
 from ..attention.interface import packed_attention
 from ..attention.view import view_of
+from ..engine.runner import ViewDecoder
 from ..errors import UnsupportedModel
 from ..kernels.products import product
 from ..models import hf_compat
@@ -33,13 +35,13 @@ RUNNING = threading.local()  # .batch: of the step that this thread runs
 
 @torch.library.custom_op("minfer::attend", mutates_args=())
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float, window: int | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scale: float | None, window: int | None,
     softcap: float | None, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """`packed_attention` over the batch of the step: query [1, heads, T, dim] -> [1, T, heads, value_dim]."""
-    layer_of = _Layer(layer)
+    module = SimpleNamespace(layer_idx=layer)  # all that is read of it
     return packed_attention(
-        layer_of, query, key, value, None, scale, 0.0, window, softcap, sinks, minfer=RUNNING.batch
+        module, query, key, value, None, scale, 0.0, window, softcap, sinks, minfer=RUNNING.batch
     )[0].contiguous()  # fmt: skip
 
 
@@ -61,13 +63,6 @@ def _(x: Any, weight: Any, *_: Any) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-class _Layer:
-    """What `packed_attention` reads of an attention module."""
-
-    def __init__(self, layer_idx: int) -> None:
-        self.layer_idx = layer_idx
-
-
 def _attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
@@ -75,8 +70,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     if attention_mask is not None:
         raise UnsupportedModel(f"The attention function `{NAME}` was given a mask.")
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    return torch.ops.minfer.attend(query, key, value, module.layer_idx, scale, sliding_window, softcap, s_aux), None
+    return torch.ops.minfer.attend(query, key, value, module.layer_idx, scaling, sliding_window, softcap, s_aux), None
 
 
 AttentionInterface.register(NAME, _attention)
@@ -111,7 +105,7 @@ class Part(nn.Module):
         return result
 
 
-class CompiledDecoder:
+class CompiledDecoder(ViewDecoder):
     """As `engine.runner.ViewDecoder`, with compiled layers. Raises `UnsupportedModel` for a model without any."""
 
     name = "compiled"
@@ -141,7 +135,7 @@ class CompiledDecoder:
         modules = [self.view.get_submodule(name) for name in group]
         if any(type(m) not in (nn.Linear, Int8Linear) or hf_compat.has_hooks(m) for m in modules):
             return
-        if any(type(m) is Int8Linear and (m.activations != "none" or m.smoothing is not None) for m in modules):
+        if any(type(m) is Int8Linear and not m.weight_only for m in modules):
             return
         if len(modules) == 1:
             self.view.set_submodule(group[0], Part(modules[0], [len(modules[0].weight)], None, 0))
@@ -158,12 +152,9 @@ class CompiledDecoder:
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, batch: PackedBatch, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        keep = {"logits_to_keep": rows} if self._keeps_rows and rows is not None else {}
         RUNNING.batch = batch
         with hf_compat.one_compilation():
-            out = self.view(input_ids=ids[None], position_ids=positions[None], use_cache=False, **keep)
-        logits = out.logits[0]
-        return logits if keep or rows is None else logits[rows]
+            return self._logits(ids, positions, rows)
 
     def refresh(self) -> None:
         """Follows weights that were moved or replaced."""

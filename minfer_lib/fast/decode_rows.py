@@ -177,14 +177,8 @@ class FastRunner(ModelRunner):
 
     def _send_tables(self) -> None:
         """Brings the device's block tables up to date."""
-        changes = self.cache.changes
-        if changes:
-            entries = np.empty((2, len(changes)), np.int64)
-            entries[0], entries[1] = list(changes.keys()), list(changes.values())
-            flat = torch.from_numpy(entries)
-            places, blocks = (flat.pin_memory() if self.graphs.on_gpu else flat).to(self.lm.device, non_blocking=True)
-            self.cache.device_tables.view(-1).index_copy_(0, places, blocks.int())
-            changes.clear()
+        if self.cache.changes:
+            self._to_device()
 
     def refresh(self) -> None:
         """Follows the model: weights that moved, and hooks around its layers, which only modules call."""
@@ -225,9 +219,7 @@ class Ahead:
             return False
         scheduled = self.engine.clock()
         plan = dict(sorted(plan.items(), key=_length, reverse=True))  # long contexts first: they are over last
-        for request in plan:
-            if request.metrics.first_scheduled is None:
-                request.metrics.first_scheduled = scheduled
+        self.engine._mark_scheduled(plan, scheduled)
         try:
             pending = runner.launch_decode(plan)
         except Exception as error:

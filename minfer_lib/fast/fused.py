@@ -105,7 +105,7 @@ class FusedLayer:
         if self.qkv.whole is None or self.gate_up.whole is None:
             raise _refusal(lm, "its projections cannot be merged: they require gradients, have hooks or share memory")
         for linear in (self.qkv.whole, self.gate_up.whole, self.out, self.down):
-            if type(linear) is Int8Linear and (linear.activations != "none" or linear.smoothing is not None):
+            if type(linear) is Int8Linear and not linear.weight_only:
                 raise _refusal(
                     lm, "its int8 layers round activations too; quantize_int8(activations='none') keeps them"
                 )

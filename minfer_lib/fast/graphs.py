@@ -64,6 +64,9 @@ class RowNumbers:
         numbers = (row.view(torch.int32) for row in ints)
         return cls(flat[: 8 * rows].view(torch.float64), *numbers, temperature.view(torch.float32))
 
+    def first(self, count: int) -> RowNumbers:
+        return RowNumbers(*(tensor[:count] for tensor in vars(self).values()))
+
     def numpy(self) -> RowNumbers:
         return RowNumbers(*(tensor.numpy() for tensor in vars(self).values()))
 
@@ -130,16 +133,13 @@ class StepGraphs:
         self.host = [RowNumbers.of(flat, rows).numpy() for flat in self.ring]
         self.turn = 0
         self.tokens = torch.zeros(max(rows, PROMPTS), dtype=torch.int64, device=device)  # that the last step chose
-        self._capture()
+        self.capture()
 
     # -- capture ------------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def capture(self) -> None:
         """Captures all graphs, the largest first, so that the others live in its memory."""
-        with torch.inference_mode(False):
-            self._capture()
-
-    def _capture(self) -> None:
         began = time.perf_counter()
         if self.on_gpu:
             gc.collect()
@@ -160,7 +160,7 @@ class StepGraphs:
         for numbers in self.host:
             self.pad(numbers, 0, self.rows)
         self.flat.copy_(self.ring[0])
-        numbers = RowNumbers(*(tensor[:size] for tensor in vars(self.numbers).values()))
+        numbers = self.numbers.first(size)
         kv_lens = [self.longest] * size  # a bound, which grids and splits are made for
 
         def step() -> torch.Tensor:
@@ -184,7 +184,7 @@ class StepGraphs:
         host = [torch.zeros(count, dtype=torch.int64, pin_memory=self.on_gpu) for _ in range(RING)]
         ids, positions, slots, rows, lengths, starts, tables = _prompt_parts(numbers, size)
         slots.fill_(self.cache.spare_row)
-        sampling = RowNumbers(*(tensor[:PROMPTS] for tensor in vars(self.numbers).values()))
+        sampling = self.numbers.first(PROMPTS)
 
         def step() -> torch.Tensor:
             batch = PackedBatch(
@@ -246,7 +246,9 @@ class StepGraphs:
 
     def prompt_size(self, tokens: int, prompts: int) -> int | None:
         """Tokens of the smallest prompt graph that takes a step; None if there is none."""
-        return next((size for size in sorted(self.prompts) if size >= tokens and prompts <= PROMPTS), None)
+        if not self.prompts or prompts > PROMPTS:
+            return None
+        return next((size for size in PROMPT_TOKENS if size >= tokens), None)
 
     def prompt(
         self, size: int, ids: list[int], positions: np.ndarray, slots: np.ndarray, rows: list[int], lengths: list[int],

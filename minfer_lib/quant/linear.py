@@ -110,6 +110,11 @@ class Int8Linear(Int8Module):
         return PRODUCTS[self.kernel](rows, self).view(*x.shape[:-1], self.out_features)
 
     @property
+    def weight_only(self) -> bool:
+        """Whether the input is multiplied as it is: neither rounded nor divided by smoothing factors."""
+        return self.activations == "none" and self.smoothing is None
+
+    @property
     def kernel(self) -> str:
         """The name of the product that runs this layer."""
         dynamic, device = self.activations == "dynamic", self.scale.device.type
