@@ -21,7 +21,7 @@ from minfer_lib.fast import choose
 from minfer_lib.fast.compiled import CompiledDecoder
 from minfer_lib.fast.decode_rows import FastRunner
 from minfer_lib.fast.fused import FusedDecoder
-from minfer_lib.fast.graphs import decode_buckets
+from minfer_lib.fast.graphs import PROMPTS, decode_buckets
 from minfer_lib.fast.proof import prove
 
 Family = Callable[[str], LanguageModel]
@@ -243,6 +243,13 @@ def test_int8_is_fused_where_activations_stay_as_they_are(family: Family):
 def test_buckets():
     assert decode_buckets(1) == [1] and decode_buckets(5) == [1, 2, 4, 5]
     assert decode_buckets(64) == [1, 2, 4, 8, 16, 32, 48, 64] and decode_buckets(20) == [1, 2, 4, 8, 16, 20]
+
+
+def test_static_tensors_have_a_row_for_each_that_a_graph_samples(family: Family):
+    """Prompt graphs sample 8 rows, however small the batches: their kernels would read past the end."""
+    graphs = engine(family("llama"), max_num_seqs=3).runner.graphs
+    assert {len(part) for part in vars(graphs.numbers).values()} == {len(graphs.tokens)} == {PROMPTS}
+    assert all(len(part) == PROMPTS for host in graphs.host for part in vars(host).values())
 
 
 def test_rows_that_do_nothing_reach_nobody(family: Family):

@@ -117,7 +117,7 @@ class StepGraphs:
 
     @torch.inference_mode(False)  # what is made inside a caller's inference mode could not be written to outside
     def __post_init__(self) -> None:
-        device, rows = self.lm.device, self.rows
+        device, rows = self.lm.device, max(self.rows, PROMPTS)  # prompt graphs sample so many, whatever the batches
         self.on_gpu = device.type == "cuda"
         if self.on_gpu:
             from ..kernels.triton.sampling import sample
@@ -132,7 +132,7 @@ class StepGraphs:
         self.ring = [torch.zeros(size, dtype=torch.uint8, pin_memory=self.on_gpu) for _ in range(RING)]
         self.host = [RowNumbers.of(flat, rows).numpy() for flat in self.ring]
         self.turn = 0
-        self.tokens = torch.zeros(max(rows, PROMPTS), dtype=torch.int64, device=device)  # that the last step chose
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # that the last step chose
         self.capture()
 
     # -- capture ------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class StepGraphs:
 
     def _capture_decode(self, size: int) -> Captured:
         for numbers in self.host:
-            self.pad(numbers, 0, self.rows)
+            self.pad(numbers, 0, len(self.tokens))
         self.flat.copy_(self.ring[0])
         numbers = self.numbers.first(size)
         kv_lens = [self.longest] * size  # a bound, which grids and splits are made for
