@@ -92,7 +92,7 @@ def test_a_tiny_model_spends_its_steps_on_python(kind, tiny, many):
         found = decompose(engine, context=32, steps=9)  # anew where a neighbour was in the middle of a kernel
         assert len(found.wall_ms) == 9 and min(found.parts.values()) >= 0
         assert sum(found.parts.values()) == pytest.approx(found.step_ms)
-        assert found.launches > 100 and len(found.top) == 5 and found.provenance["model"] == tiny.name
+        assert found.launches > 100 and len(found.top) <= 5 and found.provenance["model"] == tiny.name
         tries.append(found)
     assert tries[-1].parts["launching"] > tries[-1].step_ms / 2
     assert tries[-1].bytes_ms + tries[-1].flops_ms < 0.2 * tries[-1].step_ms
