@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from minfer_lib import LanguageModel, load_model
+from minfer_lib.fast import graphs
 
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
@@ -51,6 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         real = "smollm2" in getattr(item, "fixturenames", ()) or "smollm2" in item.name
         if real or any(name in item.nodeid for name in SLOW):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def sizes_of_batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fast paths fill batches up here as they do on a GPU; a module with EXACT_ROWS is about CPUs, which need not."""
+    monkeypatch.setattr(graphs, "PADS_ON_CPU", not getattr(request.module, "EXACT_ROWS", False))
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import torch
 from engines import ANSWERS, LONGEST, MIX, alone, answers, assert_idle, each, free, tokens
 from families import EXACT
 
-from minfer_lib import LanguageModel, LLMEngine, NaiveEngine, SamplingParams, quantize_int8
+from minfer_lib import LanguageModel, LLMEngine, NaiveEngine, SamplingParams, load_model, quantize_int8
 from minfer_lib.attention.torch_backend import TorchBackend
 from minfer_lib.engine.runner import ViewDecoder
 from minfer_lib.engine.scheduler import Scheduler
@@ -23,6 +23,8 @@ from minfer_lib.fast.decode_rows import FastRunner
 from minfer_lib.fast.fused import FusedDecoder
 from minfer_lib.fast.graphs import PROMPTS, decode_buckets
 from minfer_lib.fast.proof import prove
+from minfer_lib.quant.linear import Int8Linear
+from minfer_lib.quant.products import why_not
 
 Family = Callable[[str], LanguageModel]
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
@@ -125,7 +127,7 @@ def test_auto_is_off_on_a_cpu(tiny: LanguageModel):
 
 
 def test_a_fast_engine_says_which_way_it_went_and_why_no_other(family: Family, monkeypatch: pytest.MonkeyPatch):
-    assert engine(family("llama"), max_num_seqs=3).fast_path.startswith("fused; 3 graphs, made in ")
+    assert engine(family("llama"), max_num_seqs=3).fast_path.startswith("fused, kernels in ")
     monkeypatch.setattr(choose, "WAYS", ("fused", "graph"))
     told = engine(family("gemma2")).fast_path
     assert told.startswith("graph; ") and "not fused: gemma2 cannot be fused: its layers are Gemma2DecoderLayer" in told
@@ -234,10 +236,25 @@ def test_int8_is_fused_where_activations_stay_as_they_are(family: Family):
     fast = engine(lm, fast="fused")
     same = [a.token_ids == b.token_ids for a, b in zip(wanted, fast.generate(MIX, each()), strict=True)]
     assert sum(same) >= len(same) - 1  # a near tie may fall the other way: sums run in another order
-    rounding = LanguageModel.of(copy.deepcopy(family("qwen2").model), None, "qwen2 W8A8")
-    quantize_int8(rounding)
-    with pytest.raises(UnsupportedModel, match=r"round activations too; quantize_int8\(activations='none'\)"):
-        engine(rounding, fast="fused")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_that_rounds_activations_too_is_fused_where_there_is_a_kernel_for_it(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+):
+    lm = load_model("tiny-random", device="cpu", dtype=dtype)
+    quantize_int8(lm, skip=())
+    if why_not("compiled") is None:
+        fast, plain = engine(lm, fast="fused"), LLMEngine(lm, max_model_len=LONGEST)
+        wanted, got = (each_engine.generate(MIX, each()) for each_engine in (plain, fast))
+        same = [a.token_ids == b.token_ids for a, b in zip(wanted, got, strict=True)]
+        assert sum(same) >= len(same) / 2  # of random weights, where ties are near
+        with torch.no_grad():
+            lm.model.model.layers[0].mlp.down_proj.weight.zero_()  # in place: what is derived from codes follows
+        assert tokens(fast.generate(MIX[:3], free())) == tokens(engine(lm, fast="fused").generate(MIX[:3], free()))
+    monkeypatch.setattr(Int8Linear, "kernel", "int_mm")
+    with pytest.raises(UnsupportedModel, match=r"round activations too, .* 'int_mm' here.*activations='none'\)"):
+        engine(lm, fast="fused")
 
 
 def test_buckets():

@@ -16,7 +16,7 @@ import torch
 from minfer_lib import LanguageModel, NaiveEngine, SamplingParams, describe_int8, quantize_int8
 from minfer_lib.bench.other_int8 import Fbgemm, PackedBF16
 from minfer_lib.errors import InvalidParameter, UnsupportedModel
-from minfer_lib.kernels import compiled
+from minfer_lib.kernels import compiled, compiled_products
 from minfer_lib.models import hf_compat
 from minfer_lib.models.memory import PeakMemory
 from minfer_lib.quant import products
@@ -305,16 +305,16 @@ def test_a_wrong_product_is_refused(monkeypatch: pytest.MonkeyPatch, kind: str):
 def test_a_wrong_kernel_is_refused(monkeypatch: pytest.MonkeyPatch):
     if reason := why_not("compiled"):
         pytest.skip(reason)
-    right = products.c_function()
-    monkeypatch.setattr(products, "c_function", lambda: lambda call: 0)  # writes nothing
+    right = compiled_products.c_function()
+    monkeypatch.setattr(compiled_products, "c_function", lambda: lambda call: 0)  # writes nothing
     assert "wrong" in why_not.__wrapped__("compiled")
-    monkeypatch.setattr(products, "c_function", lambda: right)
+    monkeypatch.setattr(compiled_products, "c_function", lambda: right)
     assert why_not.__wrapped__("compiled") is None
 
 
 # -- the compiler -----------------------------------------------------------------------------------------------------
 
-LOADS = "import torch\nfrom minfer_lib.kernels.compiled import library\nprint(bool(library().int8_linear))"
+LOADS = "import torch\nfrom minfer_lib.kernels.compiled import library\nprint(bool(library().product))"
 needs_compiler = pytest.mark.skipif(why_not("compiled") is not None, reason="no compiler here")
 
 
@@ -323,7 +323,7 @@ def afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has just begun, with an empty cache: nothing is known of compiler and kernels."""
 
     def forget() -> None:
-        for found in (compiled.library, products.c_function, choose, why_not):
+        for found in (compiled.library, compiled_products.c_function, choose, why_not):
             found.cache_clear()
 
     monkeypatch.setenv("MINFER_CACHE", str(tmp_path / "cache"))
@@ -385,7 +385,8 @@ def test_sums_that_a_compiler_gets_wrong_by_one_are_refused(
         tmp_path / "off-by-one",
         f"""args=""
 for a in "$@"; do
-    case "$a" in *.c) sed 's/int32_t sum = /int32_t sum = 1 + /' "$a" > {tmp_path}/wrong.c; a={tmp_path}/wrong.c;; esac
+    case "$a" in *.c) args="$args -I$(dirname $a)"
+                      sed 's/= four_sums(/= 1 + four_sums(/' "$a" > {tmp_path}/wrong.c; a={tmp_path}/wrong.c;; esac
     args="$args $a"
 done
 exec cc $args""",
@@ -407,14 +408,14 @@ def test_two_processes_may_compile_at_once(tmp_path: Path, monkeypatch: pytest.M
     key = {path: path.stat().st_ino for path in kernels.iterdir()}
     monkeypatch.setenv("MINFER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(compiled, "_build", lambda *args: pytest.fail("compiled again"))
-    assert compiled.library.__wrapped__().int8_linear  # the next one finds it
+    assert compiled.library.__wrapped__().product  # the next one finds it
     assert {path: path.stat().st_ino for path in kernels.iterdir()} == key
     monkeypatch.undo()
     monkeypatch.setenv("MINFER_CACHE", str(tmp_path / "cache"))
     for path in kernels.iterdir():
         path.unlink()
         path.write_bytes(b"")  # a damaged one is passed over
-    assert compiled.library.__wrapped__().int8_linear
+    assert compiled.library.__wrapped__().product
 
 
 @needs_compiler

@@ -459,7 +459,11 @@ def build(source: str, options: list[str], folder: Path) -> Callable[[bytes], in
     return ctypes.CDLL(str(folder / "paged_decode.so")).paged_decode
 
 
-SOURCE = (Path(compiled_attention.__file__).parent / "c" / "paged_decode.c").read_text(encoding="utf-8")
+HEADER, KERNEL = (
+    (Path(compiled_attention.__file__).parent / "c" / name).read_text(encoding="utf-8")
+    for name in ("vectors.h", "paged_decode.c")
+)
+SOURCE = KERNEL.replace('#include "vectors.h"', HEADER)
 
 
 @needs_kernel

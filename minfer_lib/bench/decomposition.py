@@ -32,10 +32,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ..engine.serial import CachedEngine
 from ..errors import InvalidParameter, integer, must_be
 from ..generation.params import SamplingParams
-from ..kernels import compiled_attention
+from ..kernels import compiled_attention, compiled_products
 from ..learn.quiet import quiet_stderr
 from ..models.load import LanguageModel, load_model
-from ..quant import products
 from ..quant.linear import Int8Linear
 from .machine import measure_bandwidth, measure_flops, peak_flops, provenance_of, read_bandwidth, synchronize
 from .results import Cells
@@ -47,7 +46,7 @@ from .workloads import prompts_of
 WARM_UP, PROFILED = 3, 5  # steps before any is timed, and under the profiler
 PARTS = ("reading", "arithmetic", "slow kernels", "launching")
 Profile = Counter[tuple[str, str]]  # by ("us" or "calls", name)
-C_KERNELS = {products: "int8_linear (C)", compiled_attention: "paged_decode (C)"}
+C_KERNELS = {compiled_products: "products (C)", compiled_attention: "paged_decode (C)"}
 
 
 @dataclass(frozen=True)

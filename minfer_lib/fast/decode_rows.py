@@ -116,10 +116,12 @@ class FastRunner(ModelRunner):
 
     @property
     def description(self) -> str:
-        """Which decoder, what its graphs cost, and why no way before it."""
-        cost = self.graphs.cost
-        told = f"{self.fast_decoder.name}; {cost.graphs} graphs, made in {cost.seconds:.1f} s"
-        told += f", {cost.bytes / GIB:.2f} GiB" if cost.bytes else ""
+        """Which decoder and whose kernels, what its graphs cost, and why no way before it."""
+        cost, told = self.graphs.cost, self.fast_decoder.name
+        if kernels := getattr(self.fast_decoder, "kernels", None):
+            told += f", kernels in {kernels}"
+        if cost.graphs:
+            told += f"; {cost.graphs} graphs, made in {cost.seconds:.1f} s, {cost.bytes / GIB:.2f} GiB"
         return "; not ".join([told, *self.reasons])
 
     def launch(self, plan: Plan) -> PendingTokens | PendingSamples | NothingSampled:

@@ -44,11 +44,13 @@ class FusedDecoder:
         kinds = sorted({type(layer).__name__ for layer in getattr(base, "layers", ())})
         if not kinds or not set(kinds) <= set(LAYERS):
             raise _refusal(lm, f"its layers are {', '.join(kinds) or 'unknown'}, not one of {', '.join(LAYERS)}")
-        self.parts = _parts(lm.device)
+        self.parts, self.kernels = _parts(lm.device)
         self.embedding, self.rotary = base.embed_tokens, base.rotary_emb
         self.layers = [FusedLayer(lm, layer, self.parts) for layer in base.layers]
         self.norm, self.head = base.norm, model.lm_head
         _check_plain(lm, model, base, self.norm, self.head, self.embedding)
+        _check_int8(lm, self.head)
+        self.head_weights = _weights(self.head)
 
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, batch: PackedBatch, rows: torch.Tensor | None = None
@@ -67,7 +69,7 @@ class FusedDecoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden] -> [S, vocab]."""
         normed = self.parts.rms_norm(hidden, self.norm.weight, self.norm.variance_epsilon)
-        return product(normed, *_weights(self.head))
+        return product(normed, **self.head_weights)
 
     def refresh(self) -> bool:
         """Follows weights that were moved or replaced; whether any was."""
@@ -76,6 +78,9 @@ class FusedDecoder:
             merged.merge()
             if merged.whole is None:
                 raise _refusal(self.lm, "its projections cannot be merged any more")
+        for layer in self.layers:
+            layer.refresh()
+        self.head_weights = _weights(self.head)
         return bool(moved)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -105,16 +110,21 @@ class FusedLayer:
         if self.qkv.whole is None or self.gate_up.whole is None:
             raise _refusal(lm, "its projections cannot be merged: they require gradients, have hooks or share memory")
         for linear in (self.qkv.whole, self.gate_up.whole, self.out, self.down):
-            if type(linear) is Int8Linear and not linear.weight_only:
-                raise _refusal(
-                    lm, "its int8 layers round activations too; quantize_int8(activations='none') keeps them"
-                )
+            _check_int8(lm, linear)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Looks up where the weights are."""
+        merged = self.qkv.whole, self.gate_up.whole
+        self.qkv_weights, self.gate_up_weights, self.out_weights, self.down_weights = map(
+            _weights, (*merged, self.out, self.down)
+        )
 
     def __call__(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """hidden [T, hidden] in and out, changed in place; cos and sin [T, head_dim]."""
         parts, pool = self.parts, batch.pools[self.index]
         normed = parts.rms_norm(hidden, self.input_norm.weight, self.input_norm.variance_epsilon)
-        qkv = product(normed, *_weights(self.qkv.whole))  # [T, (heads + 2 kv_heads) * head_dim]
+        qkv = product(normed, **self.qkv_weights)  # [T, (heads + 2 kv_heads) * head_dim]
         q_gain = k_gain = None
         eps = 0.0
         if self.q_norm is not None:
@@ -124,26 +134,41 @@ class FusedLayer:
         )  # [T, heads, head_dim]
         batch.attended += 1
         attended = batch.backend.attend(query, pool, batch, scale=self.scale, window=self.window)
-        hidden = product(attended.flatten(1), *_weights(self.out), add_to=hidden)
+        hidden = product(attended.flatten(1), **self.out_weights, add_to=hidden)
         normed = parts.rms_norm(hidden, self.mlp_norm.weight, self.mlp_norm.variance_epsilon)
-        inner = product(normed, *_weights(self.gate_up.whole), gated=True)  # [T, intermediate]
-        return product(inner, *_weights(self.down), add_to=hidden)
+        inner = product(normed, **self.gate_up_weights, gated=True)  # [T, intermediate]
+        return product(inner, **self.down_weights, add_to=hidden)
 
 
-def _weights(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(weight, scale, bias) of a linear layer, in floats or int8."""
-    return linear.weight, getattr(linear, "scale", None), linear.bias
+def _weights(linear: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The arguments of `product` that stand for a linear layer, in floats or int8."""
+    found = {"weight": linear.weight, "scale": getattr(linear, "scale", None), "bias": linear.bias}
+    if type(linear) is Int8Linear and not linear.weight_only:
+        found |= {"sums": linear.sums(), "smoothing": linear.smoothing}
+    return found
 
 
-def _parts(device: torch.device) -> Any:
-    """The kernels for a device: Triton's for CUDA, else the same in torch."""
+def _check_int8(lm: LanguageModel, linear: nn.Module) -> None:
+    """Refuses int8 layers that round their activations too, where there is no kernel of ours for them."""
+    if type(linear) is Int8Linear and not linear.weight_only and linear.kernel != "compiled":
+        raise _refusal(
+            lm,
+            f"its int8 layers round activations too, and the kernel for these is {linear.kernel!r} here, not "
+            "'compiled'; quantize_int8(activations='none') leaves activations as they are",
+        )
+
+
+def _parts(device: torch.device) -> tuple[Any, str]:
+    """(kernels for a device, what they are written in): Triton for CUDA, C for a CPU with a compiler, or torch."""
     if device.type == "cuda":
         from ..kernels.triton import fused_parts
 
-        return fused_parts
-    from ..kernels import reference_parts
+        return fused_parts, "Triton"
+    from ..kernels import compiled_parts, reference_parts
 
-    return reference_parts
+    if device.type != "cpu" or compiled_parts.why_not():
+        return reference_parts, "torch"
+    return compiled_parts, "C"
 
 
 def _check_plain(lm: LanguageModel, *modules: nn.Module) -> None:

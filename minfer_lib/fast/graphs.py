@@ -29,6 +29,7 @@ from ..models.load import LanguageModel
 RING = 3  # host copies of a step's numbers: one may be rewritten when its step has been read, two steps later
 PROMPT_TOKENS = (16, 32, 64, 128, 256, 512)
 PROMPTS = 8  # in one prompt graph
+PADS_ON_CPU = False  # where a graph is a call, and batches need no sizes; tests have them there too
 MOST_ROWS = 512  # that there are graphs for: more rows take so long that launching them costs little
 
 
@@ -71,22 +72,15 @@ class RowNumbers:
         return RowNumbers(*(tensor.numpy() for tensor in vars(self).values()))
 
 
-@dataclass
-class Captured:
-    """A step that can be repeated: `replay` runs it over the static tensors, and leaves logits [rows, vocab].
-
-    Where there is no GPU it is a call of the step.
-    """
-
-    replay: Callable[[], None]
-    logits: torch.Tensor
+# Runs a captured step over the static tensors. Where there is no GPU it is a call of the step.
+Replay = Callable[[], None]
 
 
 @dataclass
 class PromptStep:
     """A captured step over so many tokens of up to PROMPTS prompts, and the numbers that it reads, int64, in one."""
 
-    captured: Captured
+    replay: Replay
     numbers: torch.Tensor
     host: list[torch.Tensor]
 
@@ -148,22 +142,22 @@ class StepGraphs:
         self.tables = self.cache.device_tables
         self.logits = None
         self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
-        self.decodes = {size: self._capture_decode(size) for size in reversed(decode_buckets(self.rows))}
-        self.sizes = sorted(self.decodes)
+        self.sizes = decode_buckets(self.rows) if self.on_gpu or PADS_ON_CPU else list(range(1, self.rows + 1))
+        self.decodes = {size: self._capture_decode(size) for size in reversed(self.sizes)}
         self.prompts = {size: self._capture_prompt(size) for size in reversed(PROMPT_TOKENS)} if self.on_gpu else {}
-        self.cost = CaptureCost(len(self.decodes) + len(self.prompts), time.perf_counter() - began)
         if self.on_gpu:
+            self.cost = CaptureCost(len(self.decodes) + len(self.prompts), time.perf_counter() - began)
             torch.cuda.synchronize(self.lm.device)
             self.cost.bytes = max(0, free - torch.cuda.mem_get_info(self.lm.device)[0])
 
-    def _capture_decode(self, size: int) -> Captured:
+    def _capture_decode(self, size: int) -> Replay:
         for numbers in self.host:
             self.pad(numbers, 0, len(self.tokens))
         self.flat.copy_(self.ring[0])
         numbers = self.numbers.first(size)
         kv_lens = [self.longest] * size  # a bound, which grids and splits are made for
 
-        def step() -> torch.Tensor:
+        def step() -> None:
             ids, positions, slots, lengths, tables = self.step_inputs(
                 numbers.source, numbers.token, numbers.position, numbers.table, self.tokens, self.tables,
                 self.cache.block_size, self.cache.spare_row,
@@ -174,7 +168,7 @@ class StepGraphs:
                 self.cache.pools, self.cache.block_size, self.cache.trash_row, [1] * size, kv_lens, size, slots, tables,
                 lengths, lengths[:1], self.backend,
             )  # fmt: skip
-            return self._finish(self.decoder(ids, positions, batch), numbers)
+            self._finish(self.decoder(ids, positions, batch), numbers)
 
         return self._captured(step)
 
@@ -186,30 +180,32 @@ class StepGraphs:
         slots.fill_(self.cache.spare_row)
         sampling = self.numbers.first(PROMPTS)
 
-        def step() -> torch.Tensor:
+        def step() -> None:
             batch = PackedBatch(
                 self.cache.pools, self.cache.block_size, self.cache.trash_row, [size] * PROMPTS,
                 [self.longest] * PROMPTS, 0, slots, self.tables.index_select(0, tables), lengths.int(), starts.int(),
                 self.backend,
             )  # fmt: skip
-            return self._finish(self.decoder(ids, positions, batch, rows), sampling)
+            self._finish(self.decoder(ids, positions, batch, rows), sampling)
 
         return PromptStep(self._captured(step), numbers, host)
 
-    def _finish(self, logits: torch.Tensor, numbers: RowNumbers) -> torch.Tensor:
+    def _finish(self, logits: torch.Tensor, numbers: RowNumbers) -> None:
         """The end of a step: its logits where they can be read, and a token for each row."""
+        if not self.on_gpu:
+            self.logits = logits
+            self.sample(logits, numbers.temperature, numbers.uniform, self.tokens[: len(logits)])
+            return
         if self.logits is None:
             self.logits = torch.zeros(len(self.tokens), logits.shape[1], dtype=logits.dtype, device=logits.device)
         kept = self.logits[: len(logits)]
         kept.copy_(logits)
         self.sample(kept, numbers.temperature, numbers.uniform, self.tokens[: len(logits)])
-        return kept
 
-    def _captured(self, step: Callable[[], torch.Tensor]) -> Captured:
+    def _captured(self, step: Callable[[], None]) -> Replay:
+        if not self.on_gpu:
+            return torch.no_grad()(step)
         with torch.no_grad():
-            if not self.on_gpu:
-                logits = step()
-                return Captured(torch.no_grad()(step), logits)
             stream = torch.cuda.Stream(self.lm.device)
             stream.wait_stream(torch.cuda.current_stream(self.lm.device))
             with torch.cuda.stream(stream):  # compiles kernels, which a capture cannot
@@ -219,8 +215,8 @@ class StepGraphs:
             graph = torch.cuda.CUDAGraph()
             # other threads may use the GPU meanwhile
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                logits = step()
-        return Captured(graph.replay, logits)
+                step()
+        return graph.replay
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -241,8 +237,8 @@ class StepGraphs:
         size = next(size for size in self.sizes if size >= count)
         self.pad(self.host[self.turn], count, size)
         self.flat.copy_(self.ring[self.turn], non_blocking=True)
-        self.decodes[size].replay()
-        return self.decodes[size].logits[:count]
+        self.decodes[size]()
+        return self.logits[:count]
 
     def prompt_size(self, tokens: int, prompts: int) -> int | None:
         """Tokens of the smallest prompt graph that takes a step; None if there is none."""
@@ -265,8 +261,8 @@ class StepGraphs:
             part[: len(numbers)] = torch.as_tensor(numbers)
         step.numbers.copy_(host, non_blocking=True)
         self.flat.copy_(self.ring[self.turn], non_blocking=True)
-        step.captured.replay()
-        return step.captured.logits
+        step.replay()
+        return self.logits[:PROMPTS]
 
 
 def _prompt_parts(numbers: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:

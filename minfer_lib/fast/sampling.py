@@ -22,6 +22,8 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tenso
     float64 [R] in [0, 1). Writes to out int64 [R]: the token, or -1 for a row whose largest logit is NaN or infinite.
     """
     largest, tokens = logits.max(-1)
+    if not logits.is_cuda and not temperature.any():  # on a GPU the question would wait for the device
+        return out.copy_(torch.where(largest.isfinite(), tokens, -1))
     scaled = (logits.float() - largest.float()[:, None]) / temperature.clamp(min=1e-6)[:, None]
     drawn = inverse_cdf(scaled.softmax(-1), uniform)
     tokens = torch.where(temperature > 0, drawn, tokens)

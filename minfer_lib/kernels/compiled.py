@@ -41,7 +41,7 @@ class CannotCompile(Exception):
 
 
 @cache
-def library(name: str = "int8_linear") -> ctypes.CDLL:
+def library(name: str = "products") -> ctypes.CDLL:
     """The kernels of `name`.c. Raises `CannotCompile` with the reason.
 
     `library(name).has_threads` tells whether they share torch's threads, or run in one.
@@ -78,6 +78,7 @@ def _library(name: str) -> ctypes.CDLL:
 
 def _variants(command: list[str], source: Path) -> Iterator[tuple[str, list[str]]]:
     """Ways to compile, the best first: a name that stands for source, compiler, CPU and options, and the options."""
+    text = b"".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
     for target in TARGETS:
         macros = [*command, *target, "-dM", "-E", "-x", "c", os.devnull]  # what the compiler takes this CPU for
         try:
@@ -86,7 +87,7 @@ def _variants(command: list[str], source: Path) -> Iterator[tuple[str, list[str]
             continue  # it does not know the option
         for threads in THREADS:
             options = [*COMMON, *target, *threads]
-            key = hashlib.sha256(source.read_bytes() + cpu + repr((command, options)).encode()).hexdigest()[:16]
+            key = hashlib.sha256(text + cpu + repr((command, options)).encode()).hexdigest()[:16]
             yield f"{source.stem}-{key}", options
 
 

@@ -5,7 +5,7 @@ reading the weight, many are one of arithmetic, and between them lies what tenso
 What follows a product is part of it, where that saves a kernel: SiLU times up, and adding to the residual.
 
 Invariant: which kernel it is follows from shape, dtype and device alone, never from a clock, and all of them compute
-the same but for rounding. On a CPU it is plain torch.
+the same but for rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from . import reference_parts
+from . import compiled_parts, reference_parts
 
 
 def product(
@@ -25,6 +25,8 @@ def product(
     scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     *,
+    sums: torch.Tensor | None = None,
+    smoothing: torch.Tensor | None = None,
     gated: bool = False,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -33,10 +35,13 @@ def product(
     x [m, k] in floats; weight [n, k] in the dtype of x, or int8 codes with their scale [n] in float32, the step of each
     output's grid; bias [n] or None. gated: silu(first half of the outputs) * second half. add_to: the residual [m, n],
     contiguous, which the result is added to in place, and which is returned. All on one device; nothing waits for it.
+    sums, smoothing: as of `compiled_products.compiled_product`, for int8 weights on a CPU with a C compiler.
     """
     if x.is_cuda:
         return _on_gpu(x.contiguous(), weight, scale, bias, gated, add_to)
-    return reference_parts.product(x, weight, scale, bias, gated=gated, add_to=add_to)
+    if compiled_parts.why_not():
+        return reference_parts.product(x, weight, scale, bias, gated=gated, add_to=add_to)
+    return compiled_parts.product(x, weight, scale, bias, sums=sums, smoothing=smoothing, gated=gated, add_to=add_to)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -46,7 +46,7 @@ def show(obj: Any, *, only: str | Sequence[str] | None = None, docstring: bool =
 
 
 def show_kernel(file: str, *names: str) -> Source:
-    """The named parts of a file in `minfer_lib/kernels`, such as "c/int8_linear.c"; all of it without names.
+    """The named parts of a file in `minfer_lib/kernels`, such as "c/products.c"; all of it without names.
 
     Of a file in Python the names are those of its functions. A file in C has markers, `/* [name] */` above a part and
     `/* [end] */` below it. Raises `InvalidParameter` for a file or a name that is not there.

@@ -55,14 +55,20 @@ class Surroundings:
         self._layers = list(model.modules())
         self._places = [place for module in self._layers for place in hf_compat.tensor_places(module)]
 
-    def addresses(self) -> list[int]:
-        return [0 if (tensor := kept.get(name)) is None else tensor.data_ptr() for kept, name in self._places]
+    def addresses(self) -> list[tuple[int, int]]:
+        """Where each tensor is; of codes in int8, from which more is derived, also how often they were written to."""
+        tensors = [kept.get(name) for kept, name in self._places]
+        return [(0, 0) if tensor is None else (tensor.data_ptr(), _writes(tensor)) for tensor in tensors]
 
     def calls(self) -> list[object]:
         """Hooks, and forwards that modules were given."""
         hooked = filter(hf_compat.has_hooks, self._layers)
         hooks = [hook for module in hooked for hook in hf_compat.hooks_of(module)]
         return hooks + [module.__dict__["forward"] for module in self._layers if "forward" in module.__dict__]
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    return hf_compat.version_of(tensor) if tensor.dtype == torch.int8 else 0
 
 
 def _few(tensor: torch.Tensor) -> torch.Tensor:

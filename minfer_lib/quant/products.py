@@ -8,8 +8,6 @@ A way is a function (x [m, in] in any floating dtype, layer) -> [m, out] in x's 
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +16,7 @@ from torch.nn.functional import linear, pad
 
 from ..errors import must_be, one_of
 from ..kernels import compiled as compiler
+from ..kernels.compiled_products import KINDS, compiled_product
 from ..models import hf_compat
 
 if TYPE_CHECKING:
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 LONGEST = 65_000  # inputs of a layer whose sum of products of codes surely fits 32 bits: 255 x 127 x 65,000 < 2^31
 TINY = 1.5e-36  # tokens that reach no further are all zeros: 127 / peak would overflow
 BLOCK = 2**20  # weights that the portable way turns into floats at a time, so that they stay in a cache
-CALL = struct.Struct("@7P4q")  # `call` in kernels/c/int8_linear.c
-KINDS = {torch.float32: 0, torch.bfloat16: 1}  # what that kernel reads and writes
 
 
 def portable(x: torch.Tensor, layer: Int8Linear) -> torch.Tensor:
@@ -54,17 +51,13 @@ def int_mm(x: torch.Tensor, layer: Int8Linear) -> torch.Tensor:
 
 
 def compiled(x: torch.Tensor, layer: Int8Linear) -> torch.Tensor:
-    """Our own kernel in C (kernels/c/int8_linear.c): rounding, product and scales in one call."""
-    m, (n, k), sums = len(x), layer.weight.shape, layer.sums()
-    if m == 0 or n < 4 or k == 0 or (sums is None and layer.activations == "dynamic"):
+    """Our own kernel in C (kernels/c/products.c): rounding, product and scales in one call."""
+    sums = layer.sums()
+    if sums is None and layer.activations == "dynamic":
         return portable(x, layer)
     if x.dtype not in KINDS:
         return compiled(x.float(), layer).to(x.dtype)
-    x, out = x.contiguous(), torch.empty(m, n, dtype=x.dtype, device=x.device)
-    tensors = (x, out, layer.weight, sums, layer.scale, layer.bias, layer.smoothing)
-    if c_function()(CALL.pack(*(0 if t is None else t.data_ptr() for t in tensors), m, n, k, KINDS[x.dtype])):
-        raise MemoryError("none is left for the codes of activations")
-    return out
+    return compiled_product(x, layer.weight, layer.scale, layer.bias, sums=sums, smoothing=layer.smoothing)
 
 
 def triton(x: torch.Tensor, layer: Int8Linear) -> torch.Tensor:
@@ -93,11 +86,6 @@ def _finished(sums: torch.Tensor, scale: torch.Tensor | None, layer: Int8Linear,
     if scale is not None:
         y = y * scale
     return (y if layer.bias is None else y + layer.bias).to(dtype)
-
-
-@cache
-def c_function() -> Callable[[bytes], int]:
-    return compiler.library("int8_linear").int8_linear
 
 
 @cache
@@ -142,7 +130,7 @@ def check_kernel(name: Any, dynamic: bool) -> None:
 def describe_products(device: str) -> str:
     """One line for `info`: what runs int8 layers on a kind of device."""
     dynamic, weight_only = choose(True, device), choose(False, device)
-    one_thread = dynamic == "compiled" and not compiler.library("int8_linear").has_threads
+    one_thread = dynamic == "compiled" and not compiler.library("products").has_threads
     note = "; in one thread, since the compiler's OpenMP is not the one that torch has loaded" if one_thread else ""
     return f"{dynamic}, weight-only {weight_only}{note}"
 

@@ -32,7 +32,7 @@ from minfer_lib.quant import bitsandbytes
 home = Path(minfer_lib.__file__).parent
 recorded = [load_recorded(path.stem).title for path in (home / "bench" / "recorded").glob("*.json")]
 try:
-    kernels = all(compiled.library(name) for name in ("int8_linear", "paged_decode"))
+    kernels = all(compiled.library(name) for name in ("parts", "products", "paged_decode"))
 except compiled.CannotCompile as reason:
     kernels = str(reason)
 files = sorted(path.relative_to(home).as_posix() for path in home.rglob("*.*") if path.suffix != ".pyc")

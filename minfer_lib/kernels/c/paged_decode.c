@@ -11,12 +11,8 @@
 
    Compiled when the library needs it (see compiled.py), for the CPU it runs on. */
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "vectors.h"
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum { DONE = 0, NO_MEMORY = 1, WRONG_LENGTH = 2, WRONG_BLOCK = 3 };
 enum { TILE = 64, PIECE = 256 };
 enum { KEYS = 4, HEADS = 3 };  /* multiplied with each other at once: 12 sums fit 16 registers */
@@ -35,55 +31,6 @@ typedef struct {
     int32_t query_kind, pool_kind;
 } call;
 
-/* -- a vector of floats: what one instruction works on ------------------------------------------------------------ */
-
-#if defined(__AVX__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
-#define ALWAYS static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8")
-
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
-
-#if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
-#endif
-
-ALWAYS vec floats_at(const float *p) { vec v; memcpy(&v, p, sizeof v); return v; }
-ALWAYS void put(float *p, vec v) { memcpy(p, &v, sizeof v); }
-ALWAYS vec all(float x) { return (vec){0} + x; }
-ALWAYS vec choose(ints where, vec a, vec b) { return (vec)((where & (ints)a) | (~where & (ints)b)); }
-ALWAYS vec larger(vec a, vec b) { return choose(a > b, a, b); }  /* b if a is NaN */
-static inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
-static inline int64_t size_of(int kind) { return kind == FLOAT32 ? 4 : 2; }
-
-/* e^x for x up to 88, to the last bit or next to it: 2^n times a polynomial, n and the rest from x / ln 2.
-   Below the smallest normal number it is 0; NaN stays NaN. Coefficients of the Cephes library (Moshier). */
-ALWAYS vec exp_of(vec x) {
-    const ints zero = x < -87.3f;
-    x = choose(zero, all(0.0f), x);
-    const vec shifted = x * 1.44269504f + 12582912.0f;  /* 1.5 x 2^23: what follows the point is rounded off */
-    const vec n = shifted - 12582912.0f;
-    const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  /* ln 2 in two parts, the first times n is exact */
-    vec y = all(1.9875691500e-4f);
-    y = y * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * (r * r) + r + 1.0f;
-    y *= (vec)(((ints)shifted - 0x4b400000 + 127) << 23);  /* 2^n, written as a float's exponent */
-    return choose(zero, all(0.0f), y);
-}
-
-ALWAYS float exp_one(float x) { return exp_of(all(x))[0]; }
-
 /* tanh, near zero by a polynomial of its own (Cephes), since 1 - 2 / (e^2x + 1) cancels there. */
 static vec tanh_of(vec x) {
     const ints sign = (ints)x & INT32_MIN;
@@ -96,79 +43,6 @@ static vec tanh_of(vec x) {
     const vec twice = choose(size > 20.0f, all(40.0f), 2.0f * size);
     const vec far = 1.0f - 2.0f / (exp_of(twice) + 1.0f);
     return choose(size < 0.625f, y * z * x + x, (vec)((ints)far | sign));
-}
-
-/* The sums of four vectors: neighbours are added and interleaved until one vector holds all four sums. */
-ALWAYS void sums_of_four(vec a, vec b, vec c, vec d, float *out) {
-#if LANES == 8
-    const vec ab = SHUFFLE(a, b, 0, 8, 2, 10, 4, 12, 6, 14) + SHUFFLE(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
-    const vec cd = SHUFFLE(c, d, 0, 8, 2, 10, 4, 12, 6, 14) + SHUFFLE(c, d, 1, 9, 3, 11, 5, 13, 7, 15);
-    vec all_four = SHUFFLE(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
-    all_four += SHUFFLE(all_four, all_four, 4, 5, 6, 7, 0, 1, 2, 3);
-#else
-    const vec ab = SHUFFLE(a, b, 0, 4, 2, 6) + SHUFFLE(a, b, 1, 5, 3, 7);
-    const vec cd = SHUFFLE(c, d, 0, 4, 2, 6) + SHUFFLE(c, d, 1, 5, 3, 7);
-    const vec all_four = SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
-#endif
-    memcpy(out, &all_four, 4 * sizeof(float));
-}
-
-/* -- numbers of two bytes ------------------------------------------------------------------------------------------ */
-
-#if defined(__AVX2__) && defined(__F16C__)
-#include <immintrin.h>
-ALWAYS vec from_float16(const void *p) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
-ALWAYS ints widened(const void *p) { return (ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)); }
-#else
-ALWAYS ints widened(const void *p) {
-    halves h;
-    memcpy(&h, p, sizeof h);
-    return __builtin_convertvector(h, ints);
-}
-/* Exponent and digits move to where a float has them; 2^112 makes up for the exponents' different zeros. */
-ALWAYS vec from_float16(const void *p) {
-    const ints bits = widened(p), size = bits & 0x7fff;
-    const vec value = (vec)(size << 13) * 0x1p112f;
-    const ints endless = (size > 0x7bff) & 0x7f800000;  /* infinity and NaN */
-    return (vec)((ints)value | endless | (bits & 0x8000) << 16);
-}
-#endif
-
-/* LANES numbers of a row, from the i-th on. */
-ALWAYS vec numbers_at(int kind, const char *row, int64_t i) {
-    if (kind == FLOAT32) return floats_at((const float *)row + i);
-    if (kind == BFLOAT16) return (vec)(widened(row + 2 * i) << 16);
-    return from_float16(row + 2 * i);
-}
-
-/* The same for the end of a row, with zeros behind it. */
-static inline vec last_numbers(int kind, const char *row, int64_t i, int64_t end) {
-    char part[4 * LANES] = {0};
-    memcpy(part, row + i * size_of(kind), (size_t)((end - i) * size_of(kind)));
-    return numbers_at(kind, part, 0);
-}
-
-static inline void write(void *out, int kind, int64_t at, float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    uint32_t size = bits & 0x7fffffffu, sign = bits >> 16 & 0x8000u;
-    if (kind == FLOAT32) ((float *)out)[at] = value;
-    else if (kind == BFLOAT16) {  /* to nearest, ties to even; NaN stays NaN */
-        bits = size > 0x7f800000u ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1);
-        ((uint16_t *)out)[at] = (uint16_t)(bits >> 16);
-    } else {
-        if (size > 0x7f800000u) size = 0x7e00u;
-        else if (size >= 0x477ff000u) size = 0x7c00u;  /* from 65,520 on: infinity */
-        else if (size >= 0x38800000u) size = (size - 0x38000000u + 0xfffu + (size >> 13 & 1)) >> 13;
-        else {  /* float16's steps next to zero are those of a float at 0.5 */
-            float small;
-            memcpy(&small, &size, sizeof small);
-            small += 0.5f;
-            memcpy(&size, &small, sizeof size);
-            size -= 0x3f000000u;
-        }
-        ((uint16_t *)out)[at] = (uint16_t)(sign | size);
-    }
 }
 
 /* -- one tile ------------------------------------------------------------------------------------------------------ */
