@@ -15,14 +15,14 @@ if not HERE:
     def test_interpreted_in_a_process_of_its_own():
         run_interpreted(__file__)
 
-    def compiled(kernel, pointers, constants, unaligned=(), warps=4):
+    def compiled(kernel, pointers, constants, unaligned=(), warps=4, **kinds):
         """The kernel for an H100, in bfloat16; `unaligned` are integers that may be anything."""
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource, compile
 
         names = kernel.arg_names
         constants = {name: constants[name] for name in names if name in constants}
-        others = {"eps": "fp32", "slots_ptr": "*i64"} | dict.fromkeys(pointers, "*bf16")
+        others = {"eps": "fp32", "slots_ptr": "*i64"} | dict.fromkeys(pointers, "*bf16") | kinds
         types = {name: others.get(name, "i32") for name in names if name not in constants}
         aligned = [name for name in types if name not in unaligned and name != "eps"]
         source = ASTSource(
@@ -32,6 +32,9 @@ if not HERE:
             attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
         )
         return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+
+    NO_SCALES = dict(key_scales_ptr=None, value_scales_ptr=None)
+    IN_INT8 = dict(keys_ptr="*i8", values_ptr="*i8", key_scales_ptr="*fp32", value_scales_ptr="*fp32")
 
     def test_norms_and_gates_compile_for_an_h100():
         """And read 16 bytes at a time."""
@@ -51,7 +54,8 @@ if not HERE:
         constants = dict(HEADS=heads, KV_HEADS=kv_heads, DIM=128, PADDED_HALF=64, BLOCK_H=block, NORM=norm)
         constants |= {} if norm else dict(q_gain_ptr=None, k_gain_ptr=None)
         pointers = [name for name in rope_cache_kernel.arg_names if name.endswith("_ptr") and name != "slots_ptr"]
-        done = compiled(rope_cache_kernel, pointers, constants, warps=warps)
+        done = compiled(rope_cache_kernel, pointers, constants | NO_SCALES, warps=warps)
+        compiled(rope_cache_kernel, pointers, constants, warps=warps, **IN_INT8)
         stores = [line for line in done.asm["ptx"].splitlines() if "st.global" in line]
         assert stores and all("v4.b32" in line or "v2.b32" in line for line in stores)
 
@@ -59,8 +63,11 @@ if not HERE:
         from minfer_lib.kernels.triton.fused_parts import write_cache_kernel
 
         strides = ["k_token", "k_head", "v_token", "v_head"]
-        constants = dict(KV_HEADS=4, KEY_DIM=128, VALUE_DIM=128, BLOCK=512)
-        compiled(write_cache_kernel, ["k_ptr", "v_ptr", "keys_ptr", "values_ptr"], constants, unaligned=strides)
+        constants = dict(KV_HEADS=4, KEY_DIM=128, VALUE_DIM=128, PADDED_HEADS=4, PADDED_KEY=128, PADDED_VALUE=128)
+        pointers = ["k_ptr", "v_ptr", "keys_ptr", "values_ptr"]
+        done = compiled(write_cache_kernel, pointers, constants | NO_SCALES, unaligned=strides)
+        assert all("v2.b32" in line for line in done.asm["ptx"].splitlines() if "st.global" in line)
+        compiled(write_cache_kernel, pointers, constants, unaligned=strides, **IN_INT8)
 
 else:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb

@@ -403,8 +403,9 @@ def refused(function: Callable[[bytes], int], monkeypatch: pytest.MonkeyPatch) -
     return [dtype for dtype in DTYPES if reasons[dtype]]
 
 
-FIELDS = "query keys values out tables lengths sinks requests heads kv_heads key_dim value_dim query_step head_step"
-FIELDS = f"{FIELDS} table_step table_width blocks block_size window scale softcap query_kind pool_kind".split()
+FIELDS = "query keys values out tables lengths sinks key_scales value_scales requests heads kv_heads key_dim value_dim"
+FIELDS = f"{FIELDS} query_step head_step table_step table_width blocks block_size window scale softcap".split()
+FIELDS += ["query_kind", "pool_kind"]
 
 
 @needs_kernel

@@ -37,7 +37,7 @@ if not HERE:
         pointers = dict.fromkeys(aligned, "*bf16") | dict.fromkeys(("tables_ptr", "lens_ptr", "starts_ptr"), "*i32")
         constants = dict(KV_HEADS=4, GROUP=7, BLOCK_SIZE=16, KEY_DIM=dim, VALUE_DIM=dim, PADDED_KEY=dim)
         constants |= dict(PADDED_VALUE=dim, ROWS=plan.rows, TILE=plan.tile, CAPPED=False, SINKS=False, sinks_ptr=None)
-        constants |= dict(DOT_DTYPE=bfloat16, ASYNCHRONOUS=True)
+        constants |= dict(DOT_DTYPE=bfloat16, ASYNCHRONOUS=True, key_scales_ptr=None, value_scales_ptr=None)
         names = prefill_kernel.arg_names
         types = {name: pointers.get(name, "fp32" if name in ("scale", "cap") else "i32") for name in names}
         source = ASTSource(

@@ -7,6 +7,8 @@ that is said in a warning.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -18,7 +20,7 @@ from ..attention.view import view_of
 from ..cache.paged import PagedKVCache
 from ..cache.pool import KVPool, LayerShape
 from ..cache.slots import SlotKVCache
-from ..errors import InvalidParameter, integer, must_be
+from ..errors import InvalidParameter, integer, must_be, one_of
 from ..generation.prompts import resolve_max_model_len
 from ..generation.sampling import Sampler
 from ..models import hf_compat, host
@@ -27,6 +29,7 @@ from ..models.memory import GIB, PeakMemory
 
 SHARE = 0.9  # of the memory that is left; what an allocator cannot use well needs some too
 GRAPH_BYTES = 5 * GIB // 4  # a process's first CUDA graphs took 0.6 to 1.2 GiB on an H200, cuBLAS's workspaces included
+KV_CACHE_DTYPES = ("int8",)  # beside the model's own
 SHORTEST = 256  # tokens; below it rather fewer slots than shorter ones
 
 
@@ -40,6 +43,7 @@ def make_cache(
     max_model_len: int | None,
     step_tokens: int,
     enable_prefix_caching: bool,
+    kv_cache_dtype: str | None = None,
     graphs: bool = False,
 ) -> tuple[Any, int]:
     """(the cache of an engine, its max_model_len). The arguments are those of `LLMEngine`; step_tokens is its
@@ -59,11 +63,20 @@ def make_cache(
     if not known:
         raise must_be("kv_cache", '"slots", "paged", a subclass of PagedKVCache or a cache', kv_cache)
     layers = packed_layers(lm)
+    if kv_cache_dtype is not None:
+        if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise must_be("kv_cache_dtype", f"None or {one_of(KV_CACHE_DTYPES)}", kv_cache_dtype)
+        layers = in_int8(layers)
     if kv_cache == "slots":
         cut = max_model_len is None
         cache = make_slots(lm, layers, max_num_seqs, num_blocks, length, step_tokens, cut=cut, graphs=graphs)
         return cache, cache.block_size
     if not isinstance(kv_cache, str) and not is_class:
+        if kv_cache_dtype is not None:
+            raise InvalidParameter(
+                f"kv_cache_dtype={kv_cache_dtype!r} was given with a cache that exists already, whose dtype is that of "
+                "its layers. Make that cache over cache_size.in_int8(packed_layers(lm)), or leave kv_cache_dtype out."
+            )
         return kv_cache, min(length, kv_cache.tables.shape[1] * kv_cache.block_size)
     blocks = count_blocks(lm, layers, max_num_seqs, num_blocks, length, block_size, step_tokens, graphs)
     cache = (kv_cache if is_class else PagedKVCache)(
@@ -71,6 +84,11 @@ def make_cache(
         max_model_len=length,
     )  # fmt: skip
     return cache, length
+
+
+def in_int8(layers: Mapping[int, LayerShape]) -> dict[int, LayerShape]:
+    """The same layers with keys and values in 8 bits."""
+    return {index: replace(shape, dtype=torch.int8) for index, shape in layers.items()}
 
 
 def make_slots(

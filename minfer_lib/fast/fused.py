@@ -119,9 +119,10 @@ class FusedLayer:
         eps = 0.0
         if self.q_norm is not None:
             q_gain, k_gain, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.variance_epsilon
-        query = parts.rope_cache(
-            qkv, cos, sin, q_gain, k_gain, batch.slot_mapping, pool.keys, pool.values, eps, self.heads, self.kv_heads
-        )  # [T, heads, head_dim]
+        query = parts.rope_cache(  # [T, heads, head_dim]
+            qkv, cos, sin, q_gain, k_gain, batch.slot_mapping, pool.keys, pool.values, eps, self.heads, self.kv_heads,
+            pool.key_scales, pool.value_scales,
+        )  # fmt: skip
         batch.attended += 1
         attended = batch.backend.attend(query, pool, batch, scale=self.scale, window=self.window)
         hidden = product(attended.flatten(1), *_weights(self.out), add_to=hidden)
