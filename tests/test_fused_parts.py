@@ -233,6 +233,58 @@ else:
             assert all(torch.equal(pool, one) for pool, one in zip(pools, right, strict=True))
             assert all(int(buffer.isnan().sum()) == 256 for buffer in buffers)
 
+    def special_rows(dim, dtype):
+        """[8, dim] with what rounding has to think of: ties, zeros, numbers below all scales, NaN and infinity."""
+        x = random(8, dim, dtype=dtype).clone()
+        x[1] = 0
+        x[2], x[2, 0] = 0.5, 127.0
+        x[3], x[3, -1] = -1.5, -127.0
+        x[4] = 1e-37 if dtype != torch.float16 else 0
+        x[5, dim // 2], x[6, 0], x[7, -1] = torch.nan, torch.inf, -torch.inf
+        return x
+
+    @BOTH
+    @pytest.mark.parametrize("dtype", FLOATS)
+    @pytest.mark.parametrize("key_dim, value_dim", [(16, 16), (24, 5)])
+    def test_write_cache_in_int8(key_dim, value_dim, dtype, parts):
+        """The codes and scales of `quantize_rows`, bit by bit, and nothing in any other row."""
+        rows = torch.tensor([7, 0, 3, 9], device=DEVICE)
+        k, v = (special_rows(dim, dtype).view(4, 2, dim) for dim in (key_dim, value_dim))
+        pools = [torch.full((11, 2, dim), 77, dtype=torch.int8, device=DEVICE) for dim in (key_dim, value_dim)]
+        scales = [torch.full((11, 2), 77.0, device=DEVICE) for _ in range(2)]
+        parts.write_cache(k, v, rows, *pools, *scales)
+        others = [i for i in range(11) if i not in rows.tolist()]
+        for x, codes, scale in zip((k, v), pools, scales, strict=True):
+            right = reference_parts.quantize_rows(x)
+            assert torch.equal(codes[rows], right[0]) and torch.equal(
+                scale[rows].nan_to_num(-1), right[1].nan_to_num(-1)
+            )
+            assert bool((codes[others] == 77).all() and (scale[others] == 77).all())
+            assert scale[rows].isnan().flatten().tolist() == [False] * 5 + [True] * 3
+
+    @BOTH
+    @pytest.mark.parametrize("dtype", FLOATS)
+    @pytest.mark.parametrize("tokens, heads, kv_heads, dim", [(3, 4, 2, 16), (65, 9, 3, 6), (5, 3, 1, 80)])
+    @pytest.mark.parametrize("norm", [False, True])
+    def test_rope_cache_in_int8(tokens, heads, kv_heads, dim, norm, dtype, parts):
+        """What it writes is what it would have written, quantised; and a key that is no number stays none."""
+        step = Step(tokens, heads, kv_heads, dim, norm, dtype)
+        step.qkv.view(tokens, -1, dim)[1, heads, 3] = torch.inf
+        rows, given = len(step.pools[0]), [step.qkv, step.cos, step.sin, *step.gains, step.slots]
+        right = [pool.clone() for pool in step.pools]
+        right_q = parts.rope_cache(*given, *right, 1e-6, heads, kv_heads)
+        pools = [torch.full((rows, kv_heads, dim), 77, dtype=torch.int8, device=DEVICE) for _ in range(2)]
+        scales = [torch.full((rows, kv_heads), 77.0, device=DEVICE) for _ in range(2)]
+        q = parts.rope_cache(*given, *pools, 1e-6, heads, kv_heads, *scales)
+        assert torch.equal(q, right_q)
+        others = [i for i in range(rows) if i not in step.slots.tolist()]
+        for codes, scale, full in zip(pools, scales, right, strict=True):
+            wanted = reference_parts.quantize_rows(full[step.slots])
+            assert torch.equal(codes[step.slots], wanted[0])
+            assert torch.equal(scale[step.slots].nan_to_num(-1), wanted[1].nan_to_num(-1))
+            assert bool((codes[others] == 77).all() and (scale[others] == 77).all())
+        assert int(scales[0].isnan().sum()) == 1 and not bool(scales[1].isnan().any())
+
     @BOTH
     def test_no_tokens(parts):
         step = Step(0, 4, 2, 16, True)
