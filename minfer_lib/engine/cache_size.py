@@ -20,7 +20,7 @@ from ..attention.view import view_of
 from ..cache.paged import PagedKVCache
 from ..cache.pool import KVPool, LayerShape
 from ..cache.slots import SlotKVCache
-from ..errors import InvalidParameter, integer, must_be, one_of
+from ..errors import InvalidParameter, integer, must_be
 from ..generation.prompts import resolve_max_model_len
 from ..generation.sampling import Sampler
 from ..models import hf_compat, host
@@ -29,7 +29,6 @@ from ..models.memory import GIB, PeakMemory
 
 SHARE = 0.9  # of the memory that is left; what an allocator cannot use well needs some too
 GRAPH_BYTES = 5 * GIB // 4  # a process's first CUDA graphs took 0.6 to 1.2 GiB on an H200, cuBLAS's workspaces included
-KV_CACHE_DTYPES = ("int8",)  # beside the model's own
 SHORTEST = 256  # tokens; below it rather fewer slots than shorter ones
 
 
@@ -64,8 +63,8 @@ def make_cache(
         raise must_be("kv_cache", '"slots", "paged", a subclass of PagedKVCache or a cache', kv_cache)
     layers = packed_layers(lm)
     if kv_cache_dtype is not None:
-        if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise must_be("kv_cache_dtype", f"None or {one_of(KV_CACHE_DTYPES)}", kv_cache_dtype)
+        if not isinstance(kv_cache_dtype, str) or kv_cache_dtype != "int8":
+            raise must_be("kv_cache_dtype", 'None or "int8"', kv_cache_dtype)
         layers = in_int8(layers)
     if kv_cache == "slots":
         cut = max_model_len is None
