@@ -475,6 +475,9 @@ SOURCE = (Path(compiled_attention.__file__).parent / "c" / "paged_decode.c").rea
         ("s->total = s->total * a + t->total * b", "s->total = s->total + t->total * b", DTYPES),
         ("bits + 0x7fffu + (bits >> 16 & 1)", "bits", [torch.bfloat16]),
         ("+ 0xfffu + (size >> 13 & 1)", "", [torch.float16]),
+        ("scores[t] *= key_scales[first + t]", "scores[t] *= key_scales[t]", DTYPES),
+        ("scores[t] *= value_scales[first + t]", "scores[t] *= value_scales[t]", DTYPES),
+        ("c->value_scales[row + head]", "c->value_scales[row]", DTYPES),
     ],
 )  # fmt: skip
 def test_a_kernel_that_a_compiler_got_wrong_is_not_used(

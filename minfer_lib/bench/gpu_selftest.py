@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from transformers.utils import logging
 from ..attention.backends import AttentionBackend, TorchBackend, TritonBackend
 from ..engine.llm_engine import LLMEngine
 from ..generation.params import SamplingParams
+from ..kernels.reference_parts import quantize_rows
 from ..models.checks import has_softcap
 from ..models.load import LanguageModel
 from ..models.memory import measured_weight_bytes
@@ -37,6 +38,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "window": {"window": 9},
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": True},
+    "int8": {"int8": True},
     "window, softcap and sinks": {"window": 20, "softcap": 2.0, "sinks": True},
 }
 VOCAB, NEW_TOKENS = 199, 10
@@ -91,6 +93,10 @@ class Paged:
     lens: list[int]
     new: list[int]
     block_size: int
+    codes: tuple[
+        torch.Tensor, ...
+    ] = ()  # what the kernels get in place of keys and values, where these are kept in int8
+    scales: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def make(
@@ -112,6 +118,13 @@ class Paged:
         query = torch.randn(sum(new), heads, dim, generator=g)
         parts = (part.to(dtype).to(device) for part in (query, keys, values))
         return cls(*parts, tables.to(device), lens, new, block_size)
+
+    def in_int8(self) -> Paged:
+        """The same kept in int8; keys and values become what the codes stand for, in float64."""
+        (keys, key_scales), (values, value_scales) = quantize_rows(self.keys), quantize_rows(self.values)
+        numbers = (codes.double() * scale[..., None] for codes, scale in ((keys, key_scales), (values, value_scales)))
+        scales = {"key_scales": key_scales, "value_scales": value_scales}
+        return Paged(self.query, *numbers, self.tables, self.lens, self.new, self.block_size, (keys, values), scales)
 
     def right(self, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
         """The formula of attention in float64, request by request."""
@@ -137,8 +150,8 @@ class Paged:
         from ..kernels.triton.paged_attention import paged_decode, paged_prefill
 
         kv_lens = torch.tensor(self.lens, dtype=torch.int32, device=self.query.device)
-        pools = (self.query, self.keys, self.values, self.tables, kv_lens)
-        options = {"block_size": self.block_size, "scale": scale, **special}
+        pools = (self.query, *(self.codes or (self.keys, self.values)), self.tables, kv_lens)
+        options = {"block_size": self.block_size, "scale": scale, **special, **self.scales}
         if max(self.new) == 1:
             return paged_decode(*pools, longest=max(self.lens), **options)
         starts = torch.tensor([0, *self.new], device=self.query.device).cumsum(0).int()
@@ -162,12 +175,12 @@ def check_attention(lens: list[int], new: list[int], device: torch.device, asked
     worst = 0.0
     for dtype in DTYPES:
         case = Paged.make(lens, new, device, dtype)
+        case = case.in_int8() if asked.get("int8") else case
         sinks = torch.linspace(-2, 3, case.query.shape[1], device=device) if asked.get("sinks") else None
         special = {"window": asked.get("window"), "softcap": asked.get("softcap"), "sinks": sinks}
         out = case.computed(case.query.shape[2] ** -0.5, **special)
-        allowed = (
-            2 * rounding(dtype, device) + 2.0**-18
-        )  # of the weights and the result, and the float32 sums of scores
+        # of the weights, the result and values that are made of codes, and the float32 sums of scores
+        allowed = (3 if case.codes else 2) * rounding(dtype, device) + 2.0**-18
         error = (out.double() - case.right(**special)).abs().max()
         worst = max(worst, float(error) / (float(case.values.nan_to_num(0).abs().max()) * allowed))
     return judged(worst)

@@ -315,7 +315,10 @@ ALWAYS void do_piece(const call *c, int kind, int64_t request, int64_t head, int
         for (int64_t i = 0; i < run; i++, t++, row += c->kv_heads) {
             keys_of[t] = keys + row * key_dim * size;
             values_of[t] = values + row * value_dim * size;
-            if (kind == INT8) key_scales[t] = c->key_scales[row + head], value_scales[t] = c->value_scales[row + head];
+            if (kind == INT8) {
+                key_scales[t] = c->key_scales[row + head];
+                value_scales[t] = c->value_scales[row + head];
+            }
         }
     }
     /* four keys are taken at a time; what is too much at the end is masked */

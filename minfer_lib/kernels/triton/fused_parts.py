@@ -185,8 +185,7 @@ def rope_cache(
         rope_cache_kernel[(tokens, triton.cdiv(total, block))](
             qkv, cos, sin, q_gain, k_gain, slots, q, keys, values, key_scales, value_scales, eps,
             HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED_HALF=triton.next_power_of_2(dim // 2), BLOCK_H=block,
-            NORM=q_gain is not None,
-            num_warps=1 if block <= 4 else 4,
+            NORM=q_gain is not None, num_warps=1 if block <= 4 else 4,
         )  # fmt: skip
     return q
 
