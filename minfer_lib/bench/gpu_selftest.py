@@ -305,6 +305,26 @@ def check_family(family: str, device: torch.device) -> str:
     return f"slots, blocks and preemption give the tokens of model.generate; attention by {backend.name}"
 
 
+def check_int8_cache(device: torch.device) -> str:
+    """Engines that keep keys and values in int8 say the same in float32: with attention by torch or by kernels, over
+    slots, blocks and blocks so few that requests are preempted, plain and fast."""
+    lm, params = random_model("llama", device), SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    few = {"block_size": 4, "num_blocks": 7, "max_num_batched_tokens": 7}
+    options: list[dict[str, Any]] = [
+        {"backend": TorchBackend()},
+        {},
+        {"kv_cache": "paged"},
+        {"kv_cache": "paged", **few},
+    ]
+    if device.type == "cuda":
+        options += [{"kv_cache": "paged", "fast": way} for way in ("fused", "compiled", "graph")]
+    plain = {"max_model_len": 40, "kv_cache_dtype": "int8", "backend": backend_on(device), "fast": False}
+    found = [[o.token_ids for o in LLMEngine(lm, **(plain | asked)).generate(PROMPTS, params)] for asked in options]
+    for asked, said in zip(options, found, strict=True):
+        assert said == found[0], f"{asked} gave {said}, with attention by torch it is {found[0]}"
+    return f"{len(options)} engines say the same; attention by {plain['backend'].name}"
+
+
 def check_steps_do_not_wait(device: torch.device) -> str:
     """A greedy decode step asks the GPU for nothing but the tokens it chose, through pinned memory and an event."""
     if device.type != "cuda":
@@ -387,6 +407,7 @@ def all_checks(device: torch.device) -> Iterator[tuple[str, Callable[[], str]]]:
     for way, families in FAST.items():
         for family in families:
             yield f"{family}, {way}", lambda way=way, family=family: check_fast(family, way, device)
+    yield "llama, int8 cache", lambda: check_int8_cache(device)
     yield "greedy steps without a wait", lambda: check_steps_do_not_wait(device)
     yield "memory", lambda: check_memory(device)
 
