@@ -37,7 +37,7 @@ from minfer_lib import __main__ as cli
 from minfer_lib.attention.backends import CompiledBackend
 from minfer_lib.attention.support import batch_of, packed_layers
 from minfer_lib.attention.torch_backend import TorchBackend
-from minfer_lib.bench import kv_int8_perplexity, perplexity
+from minfer_lib.bench import decode_step_bytes, kv_int8_perplexity, perplexity
 from minfer_lib.bench.quality_scores import CacheReader
 from minfer_lib.cache.paged import PagedKVCache
 from minfer_lib.cache.pool import KVPool, LayerShape
@@ -463,6 +463,12 @@ def test_engines_without_such_a_cache_say_so(engine: str, capsys: pytest.Capture
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_reads_fewer_bytes(tiny: LanguageModel):
+    engine = LLMEngine(tiny, kv_cache_dtype="int8", max_model_len=64)
+    codes = decode_step_bytes(tiny, 3, 40, engine.cache.bytes_per_token) - decode_step_bytes(tiny, 3, 0)
+    assert codes == 3 * 40 * engine.cache.bytes_per_token < decode_step_bytes(tiny, 3, 40) - decode_step_bytes(tiny, 3)
 
 
 def test_perplexity_over_both_caches(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch):

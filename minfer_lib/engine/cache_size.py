@@ -61,11 +61,9 @@ def make_cache(
         known = kv_cache in ("slots", "paged") if isinstance(kv_cache, str) else hasattr(kv_cache, "allocate")
     if not known:
         raise must_be("kv_cache", '"slots", "paged", a subclass of PagedKVCache or a cache', kv_cache)
-    layers = packed_layers(lm)
-    if kv_cache_dtype is not None:
-        if not isinstance(kv_cache_dtype, str) or kv_cache_dtype != "int8":
-            raise must_be("kv_cache_dtype", 'None or "int8"', kv_cache_dtype)
-        layers = in_int8(layers)
+    if kv_cache_dtype is not None and not (isinstance(kv_cache_dtype, str) and kv_cache_dtype == "int8"):
+        raise must_be("kv_cache_dtype", 'None or "int8"', kv_cache_dtype)
+    layers = packed_layers(lm) if kv_cache_dtype is None else in_int8(packed_layers(lm))
     if kv_cache == "slots":
         cut = max_model_len is None
         cache = make_slots(lm, layers, max_num_seqs, num_blocks, length, step_tokens, cut=cut, graphs=graphs)

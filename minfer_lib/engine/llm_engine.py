@@ -61,10 +61,11 @@ class LLMEngine(Engine):
       tokens as its tokens arrive (PagedAttention), lets requests share them, and preempts when there is none left. A
       subclass of `PagedKVCache` is used in its place, and a cache that exists already as it is, by one
       engine at a time.
-    kv_cache_dtype: None keeps keys and values in the model's dtype; "int8" in 8 bits, with a float32 scale for each key
-      and value of a head: about half the bytes of a 16-bit cache, and numbers that are off by up to 0.4 % of a key's
-      largest. Answers are then not those of `model.generate` to the last token, but still do not depend on what shares
-      a step, on chunks or on preemption. Not beside a cache that exists already: its layers say what it keeps.
+    kv_cache_dtype: None keeps keys and values in the model's dtype; "int8" in 8 bits, each key and value of a head with
+      a float32 scale: about half the bytes of a 16-bit cache, and numbers that are off by up to 0.4 % of the largest
+      beside them. A token is rounded once, by itself, so that answers may part from those of `model.generate`, but do
+      not depend on what shares a step, on chunks or on preemption. A subclass as kv_cache follows it; beside a cache
+      that exists already, whose layers say what it keeps, it is refused.
     num_blocks: slots or blocks of the cache; None takes as many as the requests that can run at once could fill, or as
       fit in memory. block_size, enable_prefix_caching (keep blocks that no request uses until their room is needed, for
       requests that begin alike): of the paged cache.
