@@ -126,7 +126,7 @@ def test_more_blocks_fit_in_the_same_memory(tiny: LanguageModel, monkeypatch: py
     monkeypatch.setattr(cache_size, "available_bytes", lambda device: 2**20)
     monkeypatch.setattr(cache_size, "step_bytes", lambda *args: 0)
     full, small = (
-        LLMEngine(tiny, "paged", kv_cache_dtype=dtype, max_model_len=2048, block_size=16).cache
+        LLMEngine(tiny, "paged", kv_cache_dtype=dtype, max_model_len=1024, block_size=16).cache
         for dtype in (None, "int8")
     )
     dim = next(iter(packed_layers(tiny).values())).key_dim

@@ -13,7 +13,6 @@ from ..errors import UnsupportedModel
 
 BLOCK = 2**20  # int8 weights that are floats at a time
 CODES = 127  # the largest code: -128 is left out, so that both signs reach equally far
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below it a scale loses its digits: such numbers count as 0
 
 
 def product(
@@ -90,15 +89,14 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row of x [..., dim] in 8 bits: codes int8 [..., dim], and scales float32 [...] that they are multiplied by.
 
     scale = the row's largest magnitude / 127, code = x / scale rounded to the nearest, ties to even. Computed in
-    float32, of a row alone: the same wherever it stands. A row that is not finite has the scale NaN, so that it stays
-    one; a row of zeros has scale 0.
+    float32, of a row alone: the same wherever it stands. A row of zeros has scale 0. NaN or infinity makes its row's
+    scale NaN or infinity and all codes 0: nothing but NaN can be read from such a row, and nothing passes for a number.
     """
     x = x.float()
     peak = x.abs().amax(-1)
     scale = peak / torch.full_like(peak, CODES)  # by a number, CUDA would multiply by a rounded 1 / 127
-    scale = torch.where(scale < SMALLEST_SCALE, 0.0, torch.where(scale.isfinite(), scale, torch.nan))
-    codes = torch.where(scale[..., None] > 0, x / scale[..., None], 0.0)
-    return codes.round().to(torch.int8), scale
+    codes = (x / scale[..., None]).nan_to_num_().clamp_(-CODES, CODES)  # numbers next to 0 have scales without digits
+    return codes.round_().to(torch.int8), scale
 
 
 def check_rope_cache(

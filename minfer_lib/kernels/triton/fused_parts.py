@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference_parts import CODES, SMALLEST_SCALE, check_rope_cache
+from ..reference_parts import CODES, check_rope_cache
 
-LARGEST_CODE, LEAST_SCALE = tl.constexpr(CODES), tl.constexpr(SMALLEST_SCALE)
+LARGEST_CODE = tl.constexpr(float(CODES))
 TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 x 2^23: added and taken off, it rounds what follows the point, ties to even
 
 
@@ -87,17 +87,16 @@ def _scales(x):
     """Of rows [rows, dim] float32, as `reference_parts.quantize_rows`, bit by bit."""
     peak = tl.max(tl.abs(x), 1)
     scale = tl.div_rn(peak, tl.full(peak.shape, LARGEST_CODE, tl.float32))
-    scale = tl.where(scale < LEAST_SCALE, 0.0, scale)
-    finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1)  # asked of each: a maximum may leave NaN out
-    return tl.where(finite == 1, scale, float("nan"))
+    has_nan = tl.max((x != x).to(tl.int32), 1)  # asked of each: a maximum may leave NaN out
+    return tl.where(has_nan == 1, float("nan"), scale)
 
 
 @triton.jit
 def _codes(x, scale):
-    """x [rows, dim] by its scales [rows], as codes; 0 where a scale is 0 or NaN."""
-    usable = (scale > 0.0)[:, None]
-    divisor = tl.broadcast_to(tl.where(usable, scale[:, None], 1.0), x.shape)
-    return (tl.div_rn(tl.where(usable, x, 0.0), divisor) + TO_INTEGER - TO_INTEGER).to(tl.int8)
+    """x [rows, dim] float32 by its scales [rows], as codes."""
+    codes = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    codes = tl.where(codes != codes, 0.0, tl.minimum(tl.maximum(codes, -LARGEST_CODE), LARGEST_CODE))
+    return (codes + TO_INTEGER - TO_INTEGER).to(tl.int8)
 
 
 @triton.jit
