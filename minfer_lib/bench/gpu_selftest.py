@@ -93,9 +93,7 @@ class Paged:
     lens: list[int]
     new: list[int]
     block_size: int
-    codes: tuple[
-        torch.Tensor, ...
-    ] = ()  # what the kernels get in place of keys and values, where these are kept in int8
+    codes: tuple[torch.Tensor, ...] = ()  # that the kernels get in place of keys and values kept in int8
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod

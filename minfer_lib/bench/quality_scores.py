@@ -137,6 +137,11 @@ def scores(lms: Sequence[LanguageModel], windows: Sequence[list[int]], progress:
 def compared(readers: Sequence[Reader | CacheReader], windows: Sequence[list[int]], progress: bool) -> list[Sums]:
     """The same of models that are read in one way or another."""
     lms = [reader.lm for reader in readers]
+    for lm in lms:
+        if lm.model.training:
+            raise InvalidParameter(
+                f"{lm.name} is in training mode, where dropout changes what it says. Call lm.model.eval() first."
+            )
     sums = [Sums() for _ in lms]
     # float64, so that the KL of two nearly equal models is more than rounding; Apple's GPUs have none
     precise = torch.float32 if lms[0].device.type == "mps" else torch.float64
@@ -173,10 +178,6 @@ class Reader:
     """Runs one model over windows, and gives the logits of some positions of a window when asked for them."""
 
     def __init__(self, lm: LanguageModel, sample: Sequence[int]) -> None:
-        if lm.model.training:
-            raise InvalidParameter(
-                f"{lm.name} is in training mode, where dropout changes what it says. Call lm.model.eval() first."
-            )
         self.lm = lm
         self.body, self.head = lm.model.base_model, lm.model.get_output_embeddings()
         # Some models do more after the head (Gemma 2 squashes its logits): then only the whole model gives them.
