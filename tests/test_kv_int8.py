@@ -477,7 +477,8 @@ def test_perplexity_over_both_caches(tiny: LanguageModel, monkeypatch: pytest.Mo
     full, small = kv_int8_perplexity(tiny, **asked)
     assert full == pytest.approx(perplexity(tiny, **asked), rel=1e-5)
     assert small != full and small == pytest.approx(full, rel=0.01)
-    training = LanguageModel.of(copy.deepcopy(tiny.model).train(), tiny.tokenizer, "tiny")
+    training = LanguageModel.of(copy.deepcopy(tiny.model), tiny.tokenizer, "tiny")
+    training.model.train()
     with pytest.raises(InvalidParameter, match="training mode"):
         kv_int8_perplexity(training, **asked)
 
