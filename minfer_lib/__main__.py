@@ -93,6 +93,10 @@ def parser() -> argparse.ArgumentParser:
             "--fast", choices=FAST, default="auto",
             help="for slots and paged: CUDA graphs with fused or compiled layers (default: auto, on with a GPU)",
         )  # fmt: skip
+        answering.add_argument(
+            "--kv-cache-dtype", choices=("int8",),
+            help="for slots and paged: keys and values in 8 bits (default: in the model's dtype)",
+        )  # fmt: skip
         answering.add_argument("--system", metavar="TEXT", help="a system message in front of the conversation")
     add_sampling_options(one)
     add_sampling_options(talk, without=("n", "logprobs"))
@@ -190,12 +194,19 @@ def load(args: argparse.Namespace) -> tuple[LanguageModel, Any]:
     from .models.load import load_model
     from .quant.quantize import quantize_int8
 
-    lm = load_model(args.model, device=args.device, dtype=args.dtype)
+    serial = {"naive": NaiveEngine, "cached": CachedEngine}
     kind = args.engine.removesuffix("int8").removesuffix("-") or "slots"
+    if kind in serial and args.kv_cache_dtype is not None:
+        raise InvalidParameter(
+            f"kv_cache_dtype={args.kv_cache_dtype} was given for --engine {args.engine}, which has no such cache. Take "
+            "--engine paged or slots, or leave it out."
+        )
+    lm = load_model(args.model, device=args.device, dtype=args.dtype)
     if args.engine.endswith("int8") and lm.quantization is None:
         quantize_int8(lm, progress=sys.stderr.isatty())
-    serial = {"naive": NaiveEngine, "cached": CachedEngine}
-    return lm, serial[kind](lm) if kind in serial else LLMEngine(lm, kv_cache=kind, fast=FAST[args.fast])
+    if kind in serial:
+        return lm, serial[kind](lm)
+    return lm, LLMEngine(lm, kv_cache=kind, kv_cache_dtype=args.kv_cache_dtype, fast=FAST[args.fast])
 
 
 def prompt_of(lm: LanguageModel, text: str, system: Messages, *, raw: bool, chat: bool) -> str | list[int]:

@@ -29,6 +29,7 @@ transformers.utils.logging.set_verbosity_error()
 SLOW = (
     "test_paged_triton.py", "test_int8_triton.py",  # through Triton's interpreter
     "test_fast_kernels.py", "test_fast_products.py", "test_fused_parts.py", "test_fast.py::test_compiled",
+    "test_kv_int8.py::test_compiled",
     "pages, graphs", "slots, fast",  # kinds of engines that differ little from those that stay
     "test_bench_", "test_learn_batching.py", "test_learn_int8.py", "test_learn_paged.py", "test_learn_plots.py",
     "test_learn_widgets.py", "test_learn_comparison.py", "test_notebook_runner.py", "test_bitsandbytes_int8.py",

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from minfer_lib import LanguageModel, SamplingParams
+from minfer_lib.models.hf_compat import cache_argument
 
 VOCAB = 199
 WINDOW = 7
@@ -121,15 +122,20 @@ def hf_generate(
     ids: Sequence[int],
     max_new_tokens: int = NEW_TOKENS,
     eos_ids: Collection[int] = (),
+    cache: Any = None,
     **settings: Any,
 ) -> list[int]:
-    """The oracle: new token ids of a greedy `model.generate` for this prompt alone, the ending EOS included."""
+    """The oracle: new token ids of a greedy `model.generate` for this prompt alone, the ending EOS included.
+
+    cache: a cache of transformers in place of the one that it would make.
+    """
     config = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=sorted(eos_ids) or None, pad_token_id=0, **settings
     )
     prompt = torch.tensor([list(ids)], device=lm.device)
+    asked = {} if cache is None else {cache_argument(lm.model): cache}
     with neutral_generation_config(lm, config), torch.no_grad():
-        result = lm.model.generate(prompt, attention_mask=torch.ones_like(prompt))
+        result = lm.model.generate(prompt, attention_mask=torch.ones_like(prompt), **asked)
     return result[0, len(ids) :].tolist()
 
 

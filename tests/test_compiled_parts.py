@@ -15,6 +15,7 @@ import torch
 from engines import MIX, answers, each, tokens
 
 from minfer_lib import LLMEngine, SamplingParams
+from minfer_lib.cache.pool import KVPool, LayerShape
 from minfer_lib.kernels import compiled, compiled_parts, compiled_products, reference_parts
 from minfer_lib.kernels.compiled_products import compiled_product
 from minfer_lib.kernels.products import product
@@ -204,20 +205,40 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype):
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "tokens"), [(4, 2, 8, 1), (3, 1, 62, 5), (9, 3, 64, 40)])
-def test_rope_cache(heads: int, kv_heads: int, dim: int, tokens: int, normed: bool, dtype: torch.dtype):
+def test_rope_cache(heads: int, kv_heads: int, dim: int, tokens: int, normed: bool, int8: bool, dtype: torch.dtype):
     qkv = randn(tokens, (heads + 2 * kv_heads) * dim).to(dtype)
+    qkv[0, -dim:] = 0  # a value of zeros
     angles = randn(tokens, dim // 2, seed=1).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     gains = [randn(dim, seed=seed).to(dtype) if normed else None for seed in (2, 3)]
     slots = torch.randperm(50, generator=torch.Generator().manual_seed(4))[:tokens]
     found = []
     for parts in (reference_parts, compiled_parts):
-        keys, values = (torch.zeros(50, kv_heads, dim, dtype=dtype) for _ in range(2))
-        query = parts.rope_cache(qkv, cos, sin, *gains, slots, keys, values, 1e-6, heads, kv_heads)
-        found.append((query, keys, values))
+        pool = KVPool.of(LayerShape(kv_heads, dim, dim, torch.int8 if int8 else dtype), 50, torch.device("cpu"))
+        scales = pool.key_scales, pool.value_scales
+        query = parts.rope_cache(qkv, cos, sin, *gains, slots, pool.keys, pool.values, 1e-6, heads, kv_heads, *scales)
+        found.append((query, *pool.read(torch.arange(50), torch.float32)))
     for wanted, got in zip(*found, strict=True):
-        assert close(got, wanted.double(), dtype)
+        assert (got.double() - wanted.double()).abs().max() <= (0.02 if int8 else TOLERANCE[dtype]) * wanted.abs().max()
+
+
+@needs_kernels
+def test_keys_and_values_in_int8_are_the_definitions_own_codes():
+    """Values are kept as they are: zeros, numbers without digits for a scale, and what is not finite among them."""
+    values = randn(7, 16)
+    values[1], values[2], values[3, 4], values[4, 5] = 0, 1e-44, torch.nan, -torch.inf
+    values[5] = torch.arange(16) - 7.5  # halves of steps
+    codes, scales = reference_parts.quantize_rows(values)
+    pool = KVPool.of(LayerShape(1, 16, 16, torch.int8), 9, torch.device("cpu"))
+    qkv, turns = torch.cat([randn(7, 32), values], -1), torch.ones(7, 16)
+    compiled_parts.rope_cache(
+        qkv, turns, turns, None, None, torch.arange(7), pool.keys, pool.values, 0.0, 1, 1, pool.key_scales,
+        pool.value_scales,
+    )  # fmt: skip
+    assert torch.equal(pool.values[:7, 0], codes)
+    assert torch.equal(pool.value_scales[:7, 0].view(torch.int32).abs(), scales.view(torch.int32).abs())  # NaN is NaN
 
 
 # -- the fast path of a CPU -------------------------------------------------------------------------------------------

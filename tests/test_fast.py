@@ -13,6 +13,7 @@ from engines import ANSWERS, LONGEST, MIX, alone, answers, assert_idle, each, fr
 from families import EXACT
 
 from minfer_lib import LanguageModel, LLMEngine, NaiveEngine, SamplingParams, load_model, quantize_int8
+from minfer_lib.attention.support import packed_layers
 from minfer_lib.attention.torch_backend import TorchBackend
 from minfer_lib.engine.runner import ViewDecoder
 from minfer_lib.engine.scheduler import Scheduler
@@ -81,10 +82,10 @@ def test_each_layer_is_compared_by_itself(family: Family):
     """One layer's error may drown in what comes behind it: the sum of the residual stream."""
     lm = family("qwen3")
     decoder = FusedDecoder(lm)
-    prove(lm, decoder, ViewDecoder(lm), TorchBackend())
+    prove(lm, decoder, ViewDecoder(lm), TorchBackend(), packed_layers(lm))
     decoder.layers[1].scale *= 1.001
     with pytest.raises(UnsupportedModel, match="layer 1 would differ"):
-        prove(lm, decoder, ViewDecoder(lm), TorchBackend())
+        prove(lm, decoder, ViewDecoder(lm), TorchBackend(), packed_layers(lm))
 
 
 def test_no_way_is_said_and_the_engine_runs_as_ever(family: Family, monkeypatch: pytest.MonkeyPatch):

@@ -15,14 +15,14 @@ if not HERE:
     def test_interpreted_in_a_process_of_its_own():
         run_interpreted(__file__)
 
-    def compiled(kernel, pointers, constants, unaligned=(), warps=4):
+    def compiled(kernel, pointers, constants, unaligned=(), warps=4, **kinds):
         """The kernel for an H100, in bfloat16; `unaligned` are integers that may be anything."""
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource, compile
 
         names = kernel.arg_names
         constants = {name: constants[name] for name in names if name in constants}
-        others = {"eps": "fp32", "slots_ptr": "*i64"} | dict.fromkeys(pointers, "*bf16")
+        others = {"eps": "fp32", "slots_ptr": "*i64"} | dict.fromkeys(pointers, "*bf16") | kinds
         types = {name: others.get(name, "i32") for name in names if name not in constants}
         aligned = [name for name in types if name not in unaligned and name != "eps"]
         source = ASTSource(
@@ -32,6 +32,9 @@ if not HERE:
             attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
         )
         return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+
+    NO_SCALES = dict(key_scales_ptr=None, value_scales_ptr=None)
+    IN_INT8 = dict(keys_ptr="*i8", values_ptr="*i8", key_scales_ptr="*fp32", value_scales_ptr="*fp32")
 
     def test_norms_and_gates_compile_for_an_h100():
         """And read 16 bytes at a time."""
@@ -51,7 +54,8 @@ if not HERE:
         constants = dict(HEADS=heads, KV_HEADS=kv_heads, DIM=128, PADDED_HALF=64, BLOCK_H=block, NORM=norm)
         constants |= {} if norm else dict(q_gain_ptr=None, k_gain_ptr=None)
         pointers = [name for name in rope_cache_kernel.arg_names if name.endswith("_ptr") and name != "slots_ptr"]
-        done = compiled(rope_cache_kernel, pointers, constants, warps=warps)
+        done = compiled(rope_cache_kernel, pointers, constants | NO_SCALES, warps=warps)
+        compiled(rope_cache_kernel, pointers, constants, warps=warps, **IN_INT8)
         stores = [line for line in done.asm["ptx"].splitlines() if "st.global" in line]
         assert stores and all("v4.b32" in line or "v2.b32" in line for line in stores)
 
@@ -59,8 +63,11 @@ if not HERE:
         from minfer_lib.kernels.triton.fused_parts import write_cache_kernel
 
         strides = ["k_token", "k_head", "v_token", "v_head"]
-        constants = dict(KV_HEADS=4, KEY_DIM=128, VALUE_DIM=128, BLOCK=512)
-        compiled(write_cache_kernel, ["k_ptr", "v_ptr", "keys_ptr", "values_ptr"], constants, unaligned=strides)
+        constants = dict(KV_HEADS=4, KEY_DIM=128, VALUE_DIM=128, PADDED_HEADS=4, PADDED_KEY=128, PADDED_VALUE=128)
+        pointers = ["k_ptr", "v_ptr", "keys_ptr", "values_ptr"]
+        done = compiled(write_cache_kernel, pointers, constants | NO_SCALES, unaligned=strides)
+        assert all("v2.b32" in line for line in done.asm["ptx"].splitlines() if "st.global" in line)
+        compiled(write_cache_kernel, pointers, constants, unaligned=strides, **IN_INT8)
 
 else:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
@@ -225,6 +232,58 @@ else:
             parts.write_cache(*(part.permute(order).contiguous().permute(back) for part in (k, v)), rows, *pools)
             assert all(torch.equal(pool, one) for pool, one in zip(pools, right, strict=True))
             assert all(int(buffer.isnan().sum()) == 256 for buffer in buffers)
+
+    def special_rows(dim, dtype):
+        """[8, dim] with what rounding has to think of: ties, zeros, numbers below all scales, NaN and infinity."""
+        x = random(8, dim, dtype=dtype).clone()
+        x[1] = 0
+        x[2], x[2, 0] = 0.5, 127.0
+        x[3], x[3, -1] = -1.5, -127.0
+        x[4] = 1e-37 if dtype != torch.float16 else 0
+        x[5, dim // 2], x[6, 0], x[7, -1] = torch.nan, torch.inf, -torch.inf
+        return x
+
+    @BOTH
+    @pytest.mark.parametrize("dtype", FLOATS)
+    @pytest.mark.parametrize("key_dim, value_dim", [(16, 16), (24, 5)])
+    def test_write_cache_in_int8(key_dim, value_dim, dtype, parts):
+        """The codes and scales of `quantize_rows`, bit by bit, and nothing in any other row."""
+        rows = torch.tensor([7, 0, 3, 9], device=DEVICE)
+        k, v = (special_rows(dim, dtype).view(4, 2, dim) for dim in (key_dim, value_dim))
+        pools = [torch.full((11, 2, dim), 77, dtype=torch.int8, device=DEVICE) for dim in (key_dim, value_dim)]
+        scales = [torch.full((11, 2), 77.0, device=DEVICE) for _ in range(2)]
+        parts.write_cache(k, v, rows, *pools, *scales)
+        others = [i for i in range(11) if i not in rows.tolist()]
+        for x, codes, scale in zip((k, v), pools, scales, strict=True):
+            right = reference_parts.quantize_rows(x)
+            assert torch.equal(codes[rows], right[0]) and torch.equal(
+                scale[rows].nan_to_num(-1), right[1].nan_to_num(-1)
+            )
+            assert bool((codes[others] == 77).all() and (scale[others] == 77).all())
+            assert scale[rows].isfinite().flatten().tolist() == [True] * 5 + [False] * 3
+
+    @BOTH
+    @pytest.mark.parametrize("dtype", FLOATS)
+    @pytest.mark.parametrize("tokens, heads, kv_heads, dim", [(3, 4, 2, 16), (65, 9, 3, 6), (5, 3, 1, 80)])
+    @pytest.mark.parametrize("norm", [False, True])
+    def test_rope_cache_in_int8(tokens, heads, kv_heads, dim, norm, dtype, parts):
+        """What it writes is what it would have written, quantised; and a key that is no number stays none."""
+        step = Step(tokens, heads, kv_heads, dim, norm, dtype)
+        step.qkv.view(tokens, -1, dim)[1, heads, 3] = torch.inf
+        rows, given = len(step.pools[0]), [step.qkv, step.cos, step.sin, *step.gains, step.slots]
+        right = [pool.clone() for pool in step.pools]
+        right_q = parts.rope_cache(*given, *right, 1e-6, heads, kv_heads)
+        pools = [torch.full((rows, kv_heads, dim), 77, dtype=torch.int8, device=DEVICE) for _ in range(2)]
+        scales = [torch.full((rows, kv_heads), 77.0, device=DEVICE) for _ in range(2)]
+        q = parts.rope_cache(*given, *pools, 1e-6, heads, kv_heads, *scales)
+        assert torch.equal(q, right_q)
+        others = [i for i in range(rows) if i not in step.slots.tolist()]
+        for codes, scale, full in zip(pools, scales, right, strict=True):
+            wanted = reference_parts.quantize_rows(full[step.slots])
+            assert torch.equal(codes[step.slots], wanted[0])
+            assert torch.equal(scale[step.slots].nan_to_num(-1), wanted[1].nan_to_num(-1))
+            assert bool((codes[others] == 77).all() and (scale[others] == 77).all())
+        assert int((~scales[0].isfinite()).sum()) == 1 and bool(scales[1].isfinite().all())
 
     @BOTH
     def test_no_tokens(parts):

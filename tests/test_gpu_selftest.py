@@ -54,7 +54,7 @@ def test_kernels_and_a_family_pass_and_are_kept(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = states(done.stdout)
     assert [found.pop(f"llama, {way}") for way in ("fused", "compiled", "graph")] == ["skipped"] * 3, done.stdout
-    assert len(found) == 6 and set(found.values()) == {"ok"} and "6 ok, 0 FAILED" in done.stdout, done.stdout
+    assert len(found) == 8 and set(found.values()) == {"ok"} and "8 ok, 0 FAILED" in done.stdout, done.stdout
     assert "llama" in found and "attention by triton" in done.stdout
     result = load(path)
     assert result.row("llama").values["passed"] == 1 and "attention by triton" in str(result)
@@ -88,7 +88,7 @@ def test_other_tokens_fail_and_what_a_gpu_alone_shows_is_skipped(monkeypatch, ca
         found.items() >= {"llama": "ok", "mistral": "FAILED", "mistral, fused": "FAILED", "memory": "skipped"}.items()
     )
     checks = gpu_selftest.run_checks(CPU, "decode")
-    assert {check.state for check in checks} == {"skipped"} and len(checks) == 5
+    assert {check.state for check in checks} == {"skipped"} and len(checks) == 6
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -403,8 +403,9 @@ def refused(function: Callable[[bytes], int], monkeypatch: pytest.MonkeyPatch) -
     return [dtype for dtype in DTYPES if reasons[dtype]]
 
 
-FIELDS = "query keys values out tables lengths sinks requests heads kv_heads key_dim value_dim query_step head_step"
-FIELDS = f"{FIELDS} table_step table_width blocks block_size window scale softcap query_kind pool_kind".split()
+FIELDS = "query keys values out tables lengths sinks key_scales value_scales requests heads kv_heads key_dim value_dim"
+FIELDS = f"{FIELDS} query_step head_step table_step table_width blocks block_size window scale softcap".split()
+FIELDS += ["query_kind", "pool_kind"]
 
 
 @needs_kernel
@@ -478,6 +479,9 @@ SOURCE = KERNEL.replace('#include "vectors.h"', HEADER)
         ("s->total = s->total * a + t->total * b", "s->total = s->total + t->total * b", DTYPES),
         ("bits + 0x7fffu + (bits >> 16 & 1)", "bits", [torch.bfloat16]),
         ("+ 0xfffu + (size >> 13 & 1)", "", [torch.float16]),
+        ("scores[t] *= key_scales[first + t]", "scores[t] *= key_scales[t]", DTYPES),
+        ("scores[t] *= value_scales[first + t]", "scores[t] *= value_scales[t]", DTYPES),
+        ("c->value_scales[row + head]", "c->value_scales[row]", DTYPES),
     ],
 )  # fmt: skip
 def test_a_kernel_that_a_compiler_got_wrong_is_not_used(

@@ -18,38 +18,60 @@ if not HERE:
     def test_interpreted_in_a_process_of_its_own():
         run_interpreted(__file__)
 
-    @pytest.mark.parametrize("dim", [64, 128, 256])
-    def test_a_step_waits_for_the_tensor_cores_of_hopper(dim):
-        """Compiled for an H100 without one: each product is waited for before anything else is done.
-
-        Hopper's matrix instruction runs on while the threads go on, and may still read its left operand, the softmax
-        weights, from registers. A wrong product is a matter of luck on the GPU; the waits can be read in the program.
-        """
+    def compiled(kernel, plan, dim, kinds=(), **constants):
+        """A kernel for an H100, in bfloat16 with 28 heads on 4; kinds: {pointer: another}, None for none."""
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource, compile
         from triton.language import bfloat16
 
-        from minfer_lib.kernels.triton.paged_kernels import prefill_kernel
-        from minfer_lib.kernels.triton.paged_plan import plan_prefill
-
-        plan = plan_prefill(dim, dim, 2, 227 * 1024)
         aligned = ("query_ptr", "keys_ptr", "values_ptr", "out_ptr")
         pointers = dict.fromkeys(aligned, "*bf16") | dict.fromkeys(("tables_ptr", "lens_ptr", "starts_ptr"), "*i32")
-        constants = dict(KV_HEADS=4, GROUP=7, BLOCK_SIZE=16, KEY_DIM=dim, VALUE_DIM=dim, PADDED_KEY=dim)
-        constants |= dict(PADDED_VALUE=dim, ROWS=plan.rows, TILE=plan.tile, CAPPED=False, SINKS=False, sinks_ptr=None)
-        constants |= dict(DOT_DTYPE=bfloat16, ASYNCHRONOUS=True)
-        names = prefill_kernel.arg_names
+        pointers |= {"partial_ptr": "*fp32", "tickets_ptr": "*i32"} | dict(kinds)
+        constants |= dict(KV_HEADS=4, GROUP=7, BLOCK_SIZE=16, KEY_DIM=dim, VALUE_DIM=dim, PADDED_KEY=dim)
+        constants |= dict(PADDED_VALUE=dim, ROWS=plan.rows, TILE=plan.tile, CAPPED=False, SINKS=False)
+        constants |= dict(DOT_DTYPE=bfloat16, sinks_ptr=None) | NO_SCALES
+        constants = {name: value for name, value in constants.items() if name not in dict(kinds)}
+        names = kernel.arg_names
         types = {name: pointers.get(name, "fp32" if name in ("scale", "cap") else "i32") for name in names}
         source = ASTSource(
-            fn=prefill_kernel,
+            fn=kernel,
             signature=types | dict.fromkeys(constants, "constexpr"),
             constexprs={(names.index(name),): value for name, value in constants.items()},
             attrs={(names.index(n),): [["tt.divisibility", 16]] for n in (*aligned, "token_stride", "head_stride")},
         )
         options = {"num_warps": plan.warps, "num_stages": plan.stages}
-        compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert "wgmma.mma_async" in compiled.asm["ptx"] and compiled.metadata.shared <= 227 * 1024
-        lines = [line for line in compiled.asm["ttgir"].splitlines() if "ttng.warp_group_dot" in line]
+        done = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert done.metadata.shared <= 227 * 1024
+        return done
+
+    NO_SCALES = dict(key_scales_ptr=None, value_scales_ptr=None)
+    IN_INT8 = dict(keys_ptr="*i8", values_ptr="*i8", key_scales_ptr="*fp32", value_scales_ptr="*fp32")
+
+    @pytest.mark.parametrize("dim", [64, 128, 256])
+    @pytest.mark.parametrize("parts", ["one", "few", "many"])
+    def test_decoding_over_int8_compiles_for_an_h100(dim, parts):
+        """And its codes are loaded 16 at a time."""
+        from minfer_lib.kernels.triton.paged_kernels import decode_kernel
+        from minfer_lib.kernels.triton.paged_plan import plan_decode
+
+        plan = plan_decode(7, dim, dim, 2, 227 * 1024)
+        done = compiled(decode_kernel, plan, dim, IN_INT8, PARTS=parts, AT_ONCE=4)
+        assert "cp.async.cg.shared.global" in done.asm["ptx"] and ", 0x10," in done.asm["ptx"]
+
+    @pytest.mark.parametrize("kinds", [{}, IN_INT8], ids=["bfloat16", "int8"])
+    @pytest.mark.parametrize("dim", [64, 128, 256])
+    def test_a_step_waits_for_the_tensor_cores_of_hopper(dim, kinds):
+        """Compiled for an H100 without one: each product is waited for before anything else is done.
+
+        Hopper's matrix instruction runs on while the threads go on, and may still read its left operand, the softmax
+        weights, from registers. A wrong product is a matter of luck on the GPU; the waits can be read in the program.
+        """
+        from minfer_lib.kernels.triton.paged_kernels import prefill_kernel
+        from minfer_lib.kernels.triton.paged_plan import plan_prefill
+
+        done = compiled(prefill_kernel, plan_prefill(dim, dim, 2, 227 * 1024), dim, kinds, ASYNCHRONOUS=True)
+        assert "wgmma.mma_async" in done.asm["ptx"]
+        lines = [line for line in done.asm["ttgir"].splitlines() if "ttng.warp_group_dot" in line]
         products, waits = lines[::2], lines[1::2]
         assert len(products) == len(waits) == 4  # scores and averages, in the loop with a mask and in that without
         assert all("warp_group_dot " in line for line in products)
@@ -57,6 +79,7 @@ if not HERE:
 
 else:
     from minfer_lib.errors import InvalidParameter
+    from minfer_lib.kernels.reference_parts import quantize_rows
     from minfer_lib.kernels.triton import device
     from minfer_lib.kernels.triton import paged_attention as kernels
     from minfer_lib.kernels.triton.device import GPU, gpu_of
@@ -102,6 +125,14 @@ else:
             self.kv_lens = torch.tensor(self.lens, dtype=torch.int32, device=DEVICE)
             self.starts = torch.tensor([0, *self.new], device=DEVICE).cumsum(0).int()
             self.scale = dim**-0.5
+            self.codes, self.scales = (), {}
+
+        def in_int8(self):
+            """The same with pools of int8; `keys` and `values` become what the codes stand for, in float64."""
+            keys, values = quantize_rows(self.keys), quantize_rows(self.values)
+            self.codes, self.scales = (keys[0], values[0]), dict(key_scales=keys[1], value_scales=values[1])
+            self.keys, self.values = (codes.double() * scale[..., None] for codes, scale in (keys, values))
+            return self
 
         def reference(self, window=None, softcap=None, sinks=None):
             """(result in float64, highest score): what the formula says, one token at a time."""
@@ -132,18 +163,19 @@ else:
 
             with mock.patch.object(kernels, "plan_splits", plan if splits else plan_splits):
                 return paged_decode(
-                    self.query, self.keys, self.values, self.tables, self.kv_lens, block_size=self.block_size,
-                    longest=max(self.lens), scale=self.scale, **special,
+                    self.query, *(self.codes or (self.keys, self.values)), self.tables, self.kv_lens,
+                    block_size=self.block_size, longest=max(self.lens), scale=self.scale, **special, **self.scales,
                 )  # fmt: skip
 
         def prefill(self, **special):
             return paged_prefill(
-                self.query, self.keys, self.values, self.tables, self.kv_lens, self.starts,
-                block_size=self.block_size, most_new=max(self.new), scale=self.scale, **special,
+                self.query, *(self.codes or (self.keys, self.values)), self.tables, self.kv_lens, self.starts,
+                block_size=self.block_size, most_new=max(self.new), scale=self.scale, **special, **self.scales,
             )  # fmt: skip
 
     def assert_right(out, case, **special):
-        """An average of values: off by what rounding the weights and the result to the dtype may change of the largest.
+        """An average of values: off by what rounding the weights and the result to the dtype may change of the largest,
+        and values that are made of codes.
 
         Beside that the scores are float32 sums, and an error of theirs is a relative one of the weights.
         """
@@ -151,7 +183,7 @@ else:
         assert out.dtype == case.query.dtype and out.shape == right.shape and out.device == right.device
         largest = float(case.values.nan_to_num(0.0).abs().max())
         error = float((out.double() - right).abs().max())
-        allowed = largest * (2 * EPS[out.dtype] + 2.0**-22 * (1 + score))
+        allowed = largest * ((3 if case.scales else 2) * EPS[out.dtype] + 2.0**-22 * (1 + score))
         assert error <= allowed, (error, allowed)
 
     def sinks_of(heads):
@@ -217,6 +249,25 @@ else:
         case = Case([60, 3, 35], [25, 3, 2], heads=6, dim=24, value_dim=40, dtype=dtype)
         special = special_of(special, 6)
         assert_right(case.prefill(**special), case, **special)
+
+    @pytest.mark.parametrize("special, dtype", ASKED)
+    def test_pools_of_int8(special, dtype):
+        """Rows that nobody wrote have the scale NaN here; values are small enough to be lost in float16's weights."""
+        special = special_of(special, 6)
+        for splits in (1, 4):
+            case = Case([70, 3], heads=6, dim=24, value_dim=40, dtype=dtype)
+            case.values *= 1e-3
+            case.in_int8()
+            assert_right(case.decode(splits, **special), case, **special)
+        case = Case([60, 3, 35], [25, 3, 2], heads=6, dim=24, value_dim=40, block_size=7, dtype=dtype).in_int8()
+        assert_right(case.prefill(**special), case, **special)
+
+    def test_what_is_not_a_number_in_int8_reaches_those_who_see_it():
+        case = Case([30, 20])
+        case.keys[case.rows[0][3]] = torch.inf
+        right = Case([30, 20]).in_int8().decode()
+        out = case.in_int8().decode()
+        assert bool(out[0].isnan().all()) and torch.equal(out[1], right[1])
 
     @pytest.mark.parametrize("special, dtype", ASKED)
     def test_slots_are_blocks_of_the_longest_request(special, dtype):
@@ -385,13 +436,15 @@ else:
             dict(kv_lens=lambda t: t.repeat_interleave(2)[::2]),
             dict(kv_lens=lambda t: t.to("meta")),
             dict(sinks=lambda t: torch.zeros(3, device=DEVICE)),
+            dict(keys=lambda t: t.to(torch.int8), values=lambda t: t.to(torch.int8)),
+            dict(key_scales=lambda t: torch.zeros(100, 2, device=DEVICE)),
         ],
     )
     def test_what_would_be_read_beyond_its_end_is_refused(change):
         case = Case([30, 20])
         parts = dict(query=case.query, keys=case.keys, values=case.values, block_tables=case.tables)
         parts |= dict(kv_lens=case.kv_lens, sinks=None)
-        parts |= {name: f(parts[name]) for name, f in change.items()} | dict(block_size=16, scale=1.0)
+        parts |= {name: f(parts.get(name)) for name, f in change.items()} | dict(block_size=16, scale=1.0)
         with pytest.raises(InvalidParameter, match="it takes query"):
             paged_decode(**parts, longest=30)
         with pytest.raises(InvalidParameter, match="it takes query"):

@@ -25,6 +25,7 @@ class AttentionBackend(Protocol):
     `write` too, that is called in place of `KVPool.write`.
 
     graph_safe: whether it does the same work whatever the lengths of a step, so that a CUDA graph may hold it.
+    reads_int8: True if it can attend over pools of int8 (`KVPool`), which others would take for numbers; may be absent.
     attend: query [T, heads, key_dim] of all new tokens -> [T, heads, value_dim]; keys and values of the new tokens are
     in the pool already. window: so many tokens are seen, the token itself included; None for all.
     """
@@ -51,7 +52,7 @@ class CompiledBackend(TorchBackend):
             return super().attend(query, pool, batch, **options)
         out = compiled_decode(
             query[:decodes], pool.keys, pool.values, batch.block_tables[:decodes], batch.lengths[:decodes],
-            block_size=batch.block_size, **options,
+            block_size=batch.block_size, key_scales=pool.key_scales, value_scales=pool.value_scales, **options,
         )  # fmt: skip
         if decodes == len(batch.q_lens):
             return out
@@ -63,44 +64,37 @@ class TritonBackend:
 
     name = "triton"
     graph_safe = True  # given a bound for the longest, it splits all contexts alike
+    reads_int8 = True
 
     @staticmethod
     def write(pool: KVPool, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """As `KVPool.write`."""
         from ..kernels.triton.fused_parts import write_cache
 
-        write_cache(keys, values, rows, pool.keys, pool.values)
+        write_cache(keys, values, rows, pool.keys, pool.values, pool.key_scales, pool.value_scales)
 
     def attend(self, query: torch.Tensor, pool: KVPool, batch: PackedBatch, **options: Any) -> torch.Tensor:
         from ..kernels.triton.paged_attention import paged_decode, paged_prefill
 
         decodes, parts = batch.num_decodes, []
         pools = pool.keys, pool.values
-        tables, lengths, size = batch.block_tables, batch.lengths, batch.block_size
+        options |= dict(block_size=batch.block_size, key_scales=pool.key_scales, value_scales=pool.value_scales)
+        tables, lengths = batch.block_tables, batch.lengths
         if decodes:
             longest = max(batch.kv_lens[:decodes])
-            out = paged_decode(
-                query[:decodes],
-                *pools,
-                tables[:decodes],
-                lengths[:decodes],
-                block_size=size,
-                longest=longest,
-                **options,
-            )
+            out = paged_decode(query[:decodes], *pools, tables[:decodes], lengths[:decodes], longest=longest, **options)
             parts.append(out)
         if decodes < len(batch.q_lens):
             most = max(batch.q_lens)
             out = paged_prefill(
-                query[decodes:], *pools, tables[decodes:], lengths[decodes:], batch.starts, block_size=size,
-                most_new=most, **options,
-            )  # fmt: skip
+                query[decodes:], *pools, tables[decodes:], lengths[decodes:], batch.starts, most_new=most, **options
+            )
             parts.append(out)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype, backend: str | AttentionBackend) -> AttentionBackend:
-    """The backend for keys and values of a dtype on a device.
+    """The backend for keys and values that a model makes in a dtype on a device; kept so, or as int8.
 
     backend: "auto" takes a kernel where there is one; "torch" runs anywhere; "compiled" is the C kernel for CPUs,
     "triton" those for CUDA; an object with the three names of `AttentionBackend` is taken as it is. Raises

@@ -25,6 +25,7 @@ class TorchBackend:
 
     name = "torch"
     graph_safe = False  # the shapes depend on the lengths of a step
+    reads_int8 = True
 
     def attend(
         self, query: torch.Tensor, pool: KVPool, batch: PackedBatch, *, scale: float, window: int | None = None,
@@ -59,8 +60,8 @@ def attend_decodes(
     """
     requests, (kv_heads, heads) = len(query), (pool.keys.shape[1], query.shape[1])
     rows, mask = _decode_rows(batch, window, query.dtype)  # [R * longest], [R, 1, 1, longest]
-    keys = pool.keys.index_select(0, rows).unflatten(0, (requests, -1)).transpose(1, 2)  # [R, kv_heads, longest, dim]
-    values = pool.values.index_select(0, rows).unflatten(0, (requests, -1)).transpose(1, 2)
+    kept = pool.read(rows, query.dtype)
+    keys, values = (part.unflatten(0, (requests, -1)).transpose(1, 2) for part in kept)  # [R, kv_heads, longest, dim]
     grouped = query.unflatten(1, (kv_heads, heads // kv_heads))  # [R, kv_heads, group, dim]
     return softmax_attention(grouped, keys, values, mask, scale, softcap, sinks).flatten(1, 2)
 
@@ -73,8 +74,7 @@ def attend_chunk(
     new, heads, _ = query.shape
     total, kv_heads = batch.kv_lens[row], pool.keys.shape[1]
     rows = _chunk_rows(batch, row)  # [total]
-    keys = pool.keys.index_select(0, rows).transpose(0, 1)[None]  # [1, kv_heads, total, dim]
-    values = pool.values.index_select(0, rows).transpose(0, 1)[None]
+    keys, values = (part.transpose(0, 1)[None] for part in pool.read(rows, query.dtype))  # [1, kv_heads, total, dim]
     if new == total and (window is None or total <= window) and softcap is None and sinks is None:
         by_head = query.transpose(0, 1)[None]  # [1, heads, new, dim]; nothing before it: no mask to write out
         out = F.scaled_dot_product_attention(

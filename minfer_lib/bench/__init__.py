@@ -24,7 +24,7 @@ _HOME = {
     "machine": ("measure_bandwidth", "peak_flops", "provenance", "read_bandwidth"),
     "metrics": ("Run", "measure"),
     "probe_memory": ("PeakMemory", "peak_memory"),
-    "quality_scores": ("perplexity",),
+    "quality_scores": ("kv_int8_perplexity", "perplexity"),
     "quality_table": ("quality",),
     "results": ("Cells", "QualityRow", "Result", "Row", "load", "load_recorded"),
     "roofline": (

@@ -158,10 +158,12 @@ def decompose(
     # an engine that computes more than one token a request has no keys and values to read
     cached = context if rows <= requests else 0
     flops = decode_step_flops(lm, requests, context, rows / requests)
+    token_bytes = getattr(getattr(engine, "cache", None), "bytes_per_token", None)
+    bytes_read = decode_step_bytes(lm, requests, cached, token_bytes)
     return Decomposition(
         name or f"{engine.name}, {requests} request{'s' * (requests > 1)}", requests, context, wall,
         kernel_ms=statistics.median(busy for busy, _, _ in found),
-        bytes_ms=1e3 * decode_step_bytes(lm, requests, cached) / read_bandwidth(lm.device),
+        bytes_ms=1e3 * bytes_read / read_bandwidth(lm.device),
         flops_ms=1e3 * flops / _peak(lm),
         launches=round(statistics.median(launches for _, launches, _ in found)),
         top=_slowest([operators for _, _, operators in found]),

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from transformers.utils import logging
 from ..attention.backends import AttentionBackend, TorchBackend, TritonBackend
 from ..engine.llm_engine import LLMEngine
 from ..generation.params import SamplingParams
+from ..kernels.reference_parts import quantize_rows
 from ..models.checks import has_softcap
 from ..models.load import LanguageModel
 from ..models.memory import measured_weight_bytes
@@ -37,6 +38,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "window": {"window": 9},
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": True},
+    "int8": {"int8": True},
     "window, softcap and sinks": {"window": 20, "softcap": 2.0, "sinks": True},
 }
 VOCAB, NEW_TOKENS = 199, 10
@@ -91,6 +93,8 @@ class Paged:
     lens: list[int]
     new: list[int]
     block_size: int
+    codes: tuple[torch.Tensor, ...] = ()  # that the kernels get in place of keys and values kept in int8
+    scales: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def make(
@@ -112,6 +116,13 @@ class Paged:
         query = torch.randn(sum(new), heads, dim, generator=g)
         parts = (part.to(dtype).to(device) for part in (query, keys, values))
         return cls(*parts, tables.to(device), lens, new, block_size)
+
+    def in_int8(self) -> Paged:
+        """The same kept in int8; keys and values become what the codes stand for, in float64."""
+        (keys, key_scales), (values, value_scales) = quantize_rows(self.keys), quantize_rows(self.values)
+        numbers = (codes.double() * scale[..., None] for codes, scale in ((keys, key_scales), (values, value_scales)))
+        scales = {"key_scales": key_scales, "value_scales": value_scales}
+        return Paged(self.query, *numbers, self.tables, self.lens, self.new, self.block_size, (keys, values), scales)
 
     def right(self, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
         """The formula of attention in float64, request by request."""
@@ -137,8 +148,8 @@ class Paged:
         from ..kernels.triton.paged_attention import paged_decode, paged_prefill
 
         kv_lens = torch.tensor(self.lens, dtype=torch.int32, device=self.query.device)
-        pools = (self.query, self.keys, self.values, self.tables, kv_lens)
-        options = {"block_size": self.block_size, "scale": scale, **special}
+        pools = (self.query, *(self.codes or (self.keys, self.values)), self.tables, kv_lens)
+        options = {"block_size": self.block_size, "scale": scale, **special, **self.scales}
         if max(self.new) == 1:
             return paged_decode(*pools, longest=max(self.lens), **options)
         starts = torch.tensor([0, *self.new], device=self.query.device).cumsum(0).int()
@@ -162,12 +173,12 @@ def check_attention(lens: list[int], new: list[int], device: torch.device, asked
     worst = 0.0
     for dtype in DTYPES:
         case = Paged.make(lens, new, device, dtype)
+        case = case.in_int8() if asked.get("int8") else case
         sinks = torch.linspace(-2, 3, case.query.shape[1], device=device) if asked.get("sinks") else None
         special = {"window": asked.get("window"), "softcap": asked.get("softcap"), "sinks": sinks}
         out = case.computed(case.query.shape[2] ** -0.5, **special)
-        allowed = (
-            2 * rounding(dtype, device) + 2.0**-18
-        )  # of the weights and the result, and the float32 sums of scores
+        # of the weights, the result and values that are made of codes, and the float32 sums of scores
+        allowed = (3 if case.codes else 2) * rounding(dtype, device) + 2.0**-18
         error = (out.double() - case.right(**special)).abs().max()
         worst = max(worst, float(error) / (float(case.values.nan_to_num(0).abs().max()) * allowed))
     return judged(worst)
@@ -292,6 +303,26 @@ def check_family(family: str, device: torch.device) -> str:
     return f"slots, blocks and preemption give the tokens of model.generate; attention by {backend.name}"
 
 
+def check_int8_cache(device: torch.device) -> str:
+    """Engines that keep keys and values in int8 say the same in float32: with attention by torch or by kernels, over
+    slots, blocks and blocks so few that requests are preempted, plain and fast."""
+    lm, params = random_model("llama", device), SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    few = {"block_size": 4, "num_blocks": 7, "max_num_batched_tokens": 7}
+    options: list[dict[str, Any]] = [
+        {"backend": TorchBackend()},
+        {},
+        {"kv_cache": "paged"},
+        {"kv_cache": "paged", **few},
+    ]
+    if device.type == "cuda":
+        options += [{"kv_cache": "paged", "fast": way} for way in ("fused", "compiled", "graph")]
+    plain = {"max_model_len": 40, "kv_cache_dtype": "int8", "backend": backend_on(device), "fast": False}
+    found = [[o.token_ids for o in LLMEngine(lm, **(plain | asked)).generate(PROMPTS, params)] for asked in options]
+    for asked, said in zip(options, found, strict=True):
+        assert said == found[0], f"{asked} gave {said}, with attention by torch it is {found[0]}"
+    return f"{len(options)} engines say the same; attention by {plain['backend'].name}"
+
+
 def check_steps_do_not_wait(device: torch.device) -> str:
     """A greedy decode step asks the GPU for nothing but the tokens it chose, through pinned memory and an event."""
     if device.type != "cuda":
@@ -374,6 +405,7 @@ def all_checks(device: torch.device) -> Iterator[tuple[str, Callable[[], str]]]:
     for way, families in FAST.items():
         for family in families:
             yield f"{family}, {way}", lambda way=way, family=family: check_fast(family, way, device)
+    yield "llama, int8 cache", lambda: check_int8_cache(device)
     yield "greedy steps without a wait", lambda: check_steps_do_not_wait(device)
     yield "memory", lambda: check_memory(device)
 

@@ -17,6 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..attention.support import batch_of, packed_layers
+from ..cache.pool import KVPool
+from ..engine.cache_size import in_int8
+from ..engine.runner import ViewDecoder
 from ..errors import InvalidParameter, InvalidPrompt, UnsupportedModel
 from ..generation.prompts import prompt_token_ids
 from ..models.load import LanguageModel
@@ -43,6 +47,26 @@ def perplexity(
     """Perplexity of one model, with the text, the windows and the errors of `quality`; MINFER_FAST shortens it too."""
     windows, workload = windows_of([lm], tokens, window, text, ids)
     return perplexity_of(scores([lm], windows, progress)[0].nll, workload["predictions"])
+
+
+def kv_int8_perplexity(
+    lm: LanguageModel,
+    *,
+    tokens: int | None = None,
+    window: int = 512,
+    text: str | None = None,
+    ids: Sequence[int] | None = None,
+    progress: bool = True,
+) -> tuple[float, float]:
+    """Perplexity of one model with keys and values in its own dtype, and with keys and values in int8.
+
+    Both times the model runs as in an engine: PIECE tokens at a time, which find those before them in a cache. Text,
+    windows and errors are those of `perplexity`; `UnsupportedModel` too for a model that `LLMEngine` cannot run.
+    """
+    windows, workload = windows_of([lm], tokens, window, text, ids)
+    sums = compared([CacheReader(lm), CacheReader(lm, int8=True)], windows, progress)
+    full, quantized = (perplexity_of(found.nll, workload["predictions"]) for found in sums)
+    return full, quantized
 
 
 def perplexity_of(nll: float, count: int) -> float:
@@ -107,7 +131,17 @@ class Sums:
 
 def scores(lms: Sequence[LanguageModel], windows: Sequence[list[int]], progress: bool) -> list[Sums]:
     """Sums of each model; KL and agreement are those with the first one."""
-    readers = [Reader(lm, windows[0]) for lm in lms]
+    return compared([Reader(lm, windows[0]) for lm in lms], windows, progress)
+
+
+def compared(readers: Sequence[Reader | CacheReader], windows: Sequence[list[int]], progress: bool) -> list[Sums]:
+    """The same of models that are read in one way or another."""
+    lms = [reader.lm for reader in readers]
+    for lm in lms:
+        if lm.model.training:
+            raise InvalidParameter(
+                f"{lm.name} is in training mode, where dropout changes what it says. Call lm.model.eval() first."
+            )
     sums = [Sums() for _ in lms]
     # float64, so that the KL of two nearly equal models is more than rounding; Apple's GPUs have none
     precise = torch.float32 if lms[0].device.type == "mps" else torch.float64
@@ -144,10 +178,6 @@ class Reader:
     """Runs one model over windows, and gives the logits of some positions of a window when asked for them."""
 
     def __init__(self, lm: LanguageModel, sample: Sequence[int]) -> None:
-        if lm.model.training:
-            raise InvalidParameter(
-                f"{lm.name} is in training mode, where dropout changes what it says. Call lm.model.eval() first."
-            )
         self.lm = lm
         self.body, self.head = lm.model.base_model, lm.model.get_output_embeddings()
         # Some models do more after the head (Gemma 2 squashes its logits): then only the whole model gives them.
@@ -175,3 +205,22 @@ class Reader:
 
     def _tensor(self, ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor([list(ids)], device=self.lm.device)
+
+
+class CacheReader:
+    """As `Reader`, but with keys and values in a cache; the slices asked for have to follow each other."""
+
+    def __init__(self, lm: LanguageModel, int8: bool = False) -> None:
+        self.lm, self.decoder = lm, ViewDecoder(lm)
+        self.layers = in_int8(packed_layers(lm)) if int8 else packed_layers(lm)
+
+    def read(self, ids: Sequence[int]) -> Callable[[slice], torch.Tensor]:
+        device, size = self.lm.device, len(ids)
+        pools = {index: KVPool.of(shape, size + 1, device) for index, shape in self.layers.items()}
+
+        def logits_of(rows: slice) -> torch.Tensor:
+            position = list(range(rows.start, rows.stop))
+            batch = batch_of(pools, size, [[0]], [len(position)], [rows.stop], position, device)
+            return self.decoder(torch.tensor(ids[rows], device=device), torch.tensor(position, device=device), batch)
+
+        return logits_of

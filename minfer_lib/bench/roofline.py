@@ -58,9 +58,15 @@ def weight_bytes_read(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in _tensors_read(model))
 
 
-def decode_step_bytes(lm: LanguageModel, requests: float = 1, kv_tokens: float = 0) -> float:
-    """Bytes that one decode step reads for `requests` requests that look back at `kv_tokens` tokens each."""
-    return weight_bytes_read(lm.model) + requests * kv_tokens * kv_token_bytes(lm)
+def decode_step_bytes(
+    lm: LanguageModel, requests: float = 1, kv_tokens: float = 0, token_bytes: int | None = None
+) -> float:
+    """Bytes that one decode step reads for `requests` requests that look back at `kv_tokens` tokens each.
+
+    token_bytes: of a token in the cache; None for one in the model's own dtype.
+    """
+    token_bytes = kv_token_bytes(lm) if token_bytes is None else token_bytes
+    return weight_bytes_read(lm.model) + requests * kv_tokens * token_bytes
 
 
 def kv_token_bytes(lm: LanguageModel) -> int:

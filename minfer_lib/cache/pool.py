@@ -18,11 +18,15 @@ import numpy as np
 import torch
 
 from ..errors import InvariantBroken
+from ..kernels.reference_parts import write_cache
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer keeps of a token: kv_heads keys of key_dim and as many values of value_dim numbers."""
+    """What one attention layer keeps of a token: kv_heads keys of key_dim and as many values of value_dim numbers.
+
+    dtype: of the pool. In int8 each key and each value has a float32 scale beside it.
+    """
 
     kv_heads: int
     key_dim: int
@@ -31,28 +35,48 @@ class LayerShape:
 
     @property
     def bytes_per_token(self) -> int:
-        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+        scales = 2 * torch.float32.itemsize if self.dtype == torch.int8 else 0
+        return self.kv_heads * ((self.key_dim + self.value_dim) * self.dtype.itemsize + scales)
+
+    def stores(self, *rows: int, device: torch.device) -> list[torch.Tensor]:
+        """Zeros for keys [*rows, kv_heads, key_dim] and values; in int8 for their scales [*rows, kv_heads] too."""
+        room = *rows, self.kv_heads
+        stores = [zeros((*room, dim), self.dtype, device) for dim in (self.key_dim, self.value_dim)]
+        if self.dtype == torch.int8:
+            stores += [zeros(room, torch.float32, device) for _ in range(2)]
+        return stores
 
 
 @dataclass
 class KVPool:
-    """Keys and values of one layer: keys [rows, kv_heads, key_dim], values [rows, kv_heads, value_dim]."""
+    """Keys and values of one layer: keys [rows, kv_heads, key_dim], values [rows, kv_heads, value_dim].
+
+    A pool of int8 holds codes, each key and value with a scale of its own: key_scales and value_scales float32 [rows,
+    kv_heads]. They are made once, where a token is written (`kernels.reference_parts.quantize_rows`), and everybody
+    reads the same, the step that writes included: what a token's keys are does not depend on who asks, and when.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
 
     @classmethod
     def of(cls, shape: LayerShape, rows: int, device: torch.device) -> KVPool:
         """A pool of zeros."""
-        return cls(
-            zeros((rows, shape.kv_heads, shape.key_dim), shape.dtype, device),
-            zeros((rows, shape.kv_heads, shape.value_dim), shape.dtype, device),
-        )
+        return cls(*shape.stores(rows, device=device))
 
     def write(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Puts new keys [new, kv_heads, key_dim] and values into the given rows [new] of the pool."""
-        self.keys.index_copy_(0, rows, keys)
-        self.values.index_copy_(0, rows, values)
+        write_cache(keys, values, rows, self.keys, self.values, self.key_scales, self.value_scales)
+
+    def read(self, rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [n, kv_heads, key_dim] and values of the given rows [n]; codes become numbers of `dtype`."""
+        keys, values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+        if self.key_scales is not None:
+            keys = (keys * self.key_scales.index_select(0, rows)[..., None]).to(dtype)
+            values = (values * self.value_scales.index_select(0, rows)[..., None]).to(dtype)
+        return keys, values
 
 
 @dataclass(frozen=True)
@@ -96,8 +120,8 @@ class BlockStore:
     """`num_blocks` blocks of `block_size` tokens on a device, and the block table of each request that has some.
 
     layers: {layer index: its shape}. Memory is reserved at once: `nbytes_reserved`. All layers of a shape lie in one
-    tensor, keys [layers, num_blocks * block_size + 2, kv_heads, key_dim] and values alike, so that a block is copied in
-    one operation; `pools` has the view of each layer that attention reads and writes.
+    tensor, keys [layers, num_blocks * block_size + 2, kv_heads, key_dim], values and scales alike, so that a block is
+    copied in one operation; `pools` has the view of each layer that attention reads and writes.
 
     tables: int32 [requests, blocks], a row for each block table, on the host. Entries behind a request's own blocks
     mean nothing. `device_tables` is the same where the model is; on a CPU it is the same memory, elsewhere `changes`
@@ -114,17 +138,16 @@ class BlockStore:
         max_num_seqs: int = 64,
         max_model_len: int | None = None,
     ) -> None:
-        self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
+        self.layers, self.num_blocks, self.block_size, self.device = dict(layers), num_blocks, block_size, device
         self.bytes_per_token = sum(shape.bytes_per_token for shape in layers.values())
         self.pools: dict[int, KVPool] = {}
-        self._stores: list[torch.Tensor] = []  # [layers of a shape, rows, kv_heads, dim]
+        self._stores: list[torch.Tensor] = []  # [layers of a shape, rows, kv_heads, ...]
         for shape in dict.fromkeys(layers.values()):
             alike = [index for index, other in layers.items() if other == shape]
-            room = len(alike), num_blocks * block_size + 2, shape.kv_heads
-            keys, values = (zeros((*room, dim), shape.dtype, device) for dim in (shape.key_dim, shape.value_dim))
-            self._stores += [keys, values]
+            stores = shape.stores(len(alike), num_blocks * block_size + 2, device=device)
+            self._stores += stores
             for i, index in enumerate(alike):
-                self.pools[index] = KVPool(keys[i], values[i])
+                self.pools[index] = KVPool(*(store[i] for store in stores))
         width = num_blocks if max_model_len is None else min(num_blocks, -(-max_model_len // block_size))
         self._make_tables(np.zeros((max_num_seqs, width), dtype=np.int32))
 

@@ -7,6 +7,8 @@ that is said in a warning.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -40,6 +42,7 @@ def make_cache(
     max_model_len: int | None,
     step_tokens: int,
     enable_prefix_caching: bool,
+    kv_cache_dtype: str | None = None,
     graphs: bool = False,
 ) -> tuple[Any, int]:
     """(the cache of an engine, its max_model_len). The arguments are those of `LLMEngine`; step_tokens is its
@@ -58,12 +61,19 @@ def make_cache(
         known = kv_cache in ("slots", "paged") if isinstance(kv_cache, str) else hasattr(kv_cache, "allocate")
     if not known:
         raise must_be("kv_cache", '"slots", "paged", a subclass of PagedKVCache or a cache', kv_cache)
-    layers = packed_layers(lm)
+    if kv_cache_dtype is not None and not (isinstance(kv_cache_dtype, str) and kv_cache_dtype == "int8"):
+        raise must_be("kv_cache_dtype", 'None or "int8"', kv_cache_dtype)
+    layers = packed_layers(lm) if kv_cache_dtype is None else in_int8(packed_layers(lm))
     if kv_cache == "slots":
         cut = max_model_len is None
         cache = make_slots(lm, layers, max_num_seqs, num_blocks, length, step_tokens, cut=cut, graphs=graphs)
         return cache, cache.block_size
     if not isinstance(kv_cache, str) and not is_class:
+        if kv_cache_dtype is not None:
+            raise InvalidParameter(
+                f"kv_cache_dtype={kv_cache_dtype!r} was given with a cache that exists already, whose dtype is that of "
+                "its layers. Make that cache over cache_size.in_int8(packed_layers(lm)), or leave kv_cache_dtype out."
+            )
         return kv_cache, min(length, kv_cache.tables.shape[1] * kv_cache.block_size)
     blocks = count_blocks(lm, layers, max_num_seqs, num_blocks, length, block_size, step_tokens, graphs)
     cache = (kv_cache if is_class else PagedKVCache)(
@@ -71,6 +81,11 @@ def make_cache(
         max_model_len=length,
     )  # fmt: skip
     return cache, length
+
+
+def in_int8(layers: Mapping[int, LayerShape]) -> dict[int, LayerShape]:
+    """The same layers with keys and values in 8 bits."""
+    return {index: replace(shape, dtype=torch.int8) for index, shape in layers.items()}
 
 
 def make_slots(

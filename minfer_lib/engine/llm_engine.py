@@ -27,6 +27,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..attention.backends import AttentionBackend, choose_backend
+from ..attention.support import packed_layers
 from ..errors import (
     GenerationFailed,
     InvalidParameter,
@@ -60,6 +61,11 @@ class LLMEngine(Engine):
       tokens as its tokens arrive (PagedAttention), lets requests share them, and preempts when there is none left. A
       subclass of `PagedKVCache` is used in its place, and a cache that exists already as it is, by one
       engine at a time.
+    kv_cache_dtype: None keeps keys and values in the model's dtype; "int8" in 8 bits, each key and value of a head with
+      a float32 scale: about half the bytes of a 16-bit cache, and numbers that are off by up to 0.4 % of the largest
+      beside them. A token is rounded once, by itself, so that answers may part from those of `model.generate`, but do
+      not depend on what shares a step, on chunks or on preemption. A subclass as kv_cache follows it; beside a cache
+      that exists already, whose layers say what it keeps, it is refused.
     num_blocks: slots or blocks of the cache; None takes as many as the requests that can run at once could fill, or as
       fit in memory. block_size, enable_prefix_caching (keep blocks that no request uses until their room is needed, for
       requests that begin alike): of the paged cache.
@@ -87,6 +93,7 @@ class LLMEngine(Engine):
         lm: LanguageModel | str | os.PathLike[str],
         kv_cache: Literal["slots", "paged"] | type | Any = "slots",
         *,
+        kv_cache_dtype: Literal["int8"] | None = None,
         block_size: int = 16,
         num_blocks: int | None = None,
         max_num_seqs: int = 64,
@@ -117,8 +124,8 @@ class LLMEngine(Engine):
         if fast == "auto" and lm.device.type != "cuda":
             fast = False
         self.cache, self.max_model_len = make_cache(
-            lm, kv_cache, max_num_seqs=self.max_num_seqs, num_blocks=num_blocks, block_size=block_size,
-            max_model_len=max_model_len, step_tokens=self.max_num_batched_tokens,
+            lm, kv_cache, kv_cache_dtype=kv_cache_dtype, max_num_seqs=self.max_num_seqs, num_blocks=num_blocks,
+            block_size=block_size, max_model_len=max_model_len, step_tokens=self.max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching, graphs=fast is not False and lm.device.type == "cuda",
         )  # fmt: skip
         if isinstance(scheduler, type):
@@ -133,8 +140,14 @@ class LLMEngine(Engine):
                 "the class."
             )
         self.scheduler = scheduler
-        dtype = next((pool.keys.dtype for pool in self.cache.pools.values()), lm.dtype)
+        dtype = next((shape.dtype for shape in packed_layers(lm).values()), lm.dtype)
         self.backend = choose_backend(lm.device, dtype, backend)
+        quantized = any(pool.key_scales is not None for pool in self.cache.pools.values())
+        if quantized and not getattr(self.backend, "reads_int8", False):
+            raise InvalidParameter(
+                f"kv_cache_dtype='int8' needs a backend that can read such a cache, and {self.backend.name!r} does not "
+                "say so. Give it `reads_int8 = True` once it multiplies codes by their scales, as KVPool.read does."
+            )
         sampler = Sampler(lm.eos_ids)
         self.fast, self.trace, self.steps = fast, trace, []
         self.ahead: Any = None  # steps whose tokens are not waited for, on the fast path

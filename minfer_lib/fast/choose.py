@@ -66,7 +66,7 @@ def _runner(
         decoder: Any = modules
         if way != "graph":
             decoder = FusedDecoder(lm) if way == "fused" else CompiledDecoder(lm)
-            prove(lm, decoder, modules, backend)
+            prove(lm, decoder, modules, backend, cache.layers)
         rows = min(rows, MOST_ROWS)
         return FastRunner(lm, cache, sampler, backend, decoder, modules=modules, rows=rows, longest=longest)
     except (MinferError, torch.OutOfMemoryError):

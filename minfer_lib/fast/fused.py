@@ -44,7 +44,7 @@ class FusedDecoder:
         kinds = sorted({type(layer).__name__ for layer in getattr(base, "layers", ())})
         if not kinds or not set(kinds) <= set(LAYERS):
             raise _refusal(lm, f"its layers are {', '.join(kinds) or 'unknown'}, not one of {', '.join(LAYERS)}")
-        self.parts, self.kernels = _parts(lm.device)
+        self.parts, self.kernels = kernels_for(lm.device)
         self.embedding, self.rotary = base.embed_tokens, base.rotary_emb
         self.layers = [FusedLayer(lm, layer, self.parts) for layer in base.layers]
         self.norm, self.head = base.norm, model.lm_head
@@ -129,9 +129,10 @@ class FusedLayer:
         eps = 0.0
         if self.q_norm is not None:
             q_gain, k_gain, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.variance_epsilon
-        query = parts.rope_cache(
-            qkv, cos, sin, q_gain, k_gain, batch.slot_mapping, pool.keys, pool.values, eps, self.heads, self.kv_heads
-        )  # [T, heads, head_dim]
+        query = parts.rope_cache(  # [T, heads, head_dim]
+            qkv, cos, sin, q_gain, k_gain, batch.slot_mapping, pool.keys, pool.values, eps, self.heads, self.kv_heads,
+            pool.key_scales, pool.value_scales,
+        )  # fmt: skip
         batch.attended += 1
         attended = batch.backend.attend(query, pool, batch, scale=self.scale, window=self.window)
         hidden = product(attended.flatten(1), **self.out_weights, add_to=hidden)
@@ -158,7 +159,7 @@ def _check_int8(lm: LanguageModel, linear: nn.Module) -> None:
         )
 
 
-def _parts(device: torch.device) -> tuple[Any, str]:
+def kernels_for(device: torch.device) -> tuple[Any, str]:
     """(kernels for a device, what they are written in): Triton for CUDA, C for a CPU with a compiler, or torch."""
     if device.type == "cuda":
         from ..kernels.triton import fused_parts

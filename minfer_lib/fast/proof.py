@@ -7,49 +7,58 @@ agree is not used, so that an upgrade of transformers, torch or Triton may cost 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ..attention.backends import AttentionBackend
 from ..attention.batch import PackedBatch
-from ..attention.support import batch_of, packed_layers
-from ..cache.pool import KVPool
+from ..attention.support import batch_of
+from ..cache.pool import KVPool, LayerShape
 from ..engine.runner import ViewDecoder
 from ..errors import UnsupportedModel
 from ..models.load import LanguageModel
 from ..quant.linear import Int8Linear
 
-# Largest difference, as a share of the largest number that it is a difference of: of one layer a few roundings of the
-# dtype; of all layers, one behind the other, what random weights make of these.
-ONE_LAYER = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
-ALL_LAYERS = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-# Where a model rounds activations to int8, a last bit decides between two steps of a grid: then it is the norm of the
+# Largest difference, as a share of the largest number that it is a difference of, by the dtype of the cache: of one
+# layer a few roundings; of all layers, one behind the other, what random weights make of these. In int8 the smallest
+# difference can become one of a whole code, 1/127 of the largest: about what bfloat16 rounds.
+ONE_LAYER = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01, torch.int8: 0.03}
+ALL_LAYERS = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05, torch.int8: 0.15}
+# Where a model rounds its activations to int8, layer after layer, such codes are everywhere: then it is the norm of the
 # difference that is bounded, as a share of the norm.
 ROUNDED = 0.1
 PROMPTS = (7, 1, 12)  # tokens; more in all than products for few rows take
 BLOCK = 4
 
 
-def prove(lm: LanguageModel, decoder: Any, modules: ViewDecoder, backend: AttentionBackend) -> None:
-    """Raises `UnsupportedModel` unless `decoder` agrees with `modules`: each layer, where it shows them, and logits."""
+def prove(
+    lm: LanguageModel, decoder: Any, modules: ViewDecoder, backend: AttentionBackend, shapes: Mapping[int, LayerShape]
+) -> None:
+    """Raises `UnsupportedModel` unless `decoder` agrees with `modules`: each layer, where it shows them, and logits.
+
+    shapes: of the engine's cache, {layer index: shape}.
+    """
     generator = torch.Generator().manual_seed(0)
+    kept = next(iter(shapes.values())).dtype
+    one_layer, all_layers = (limits.get(kept, limits[torch.float32]) for limits in (ONE_LAYER, ALL_LAYERS))
     with torch.no_grad():
         if hasattr(decoder, "layers"):
-            for _, positions, batches in _steps(lm, backend, generator):
-                _compare_layers(lm, decoder, modules, batches, positions, generator)
-        for ids, positions, batches in _steps(lm, backend, generator):
+            for _, positions, batches in _steps(lm, backend, shapes, generator):
+                _compare_layers(lm, decoder, modules, batches, positions, generator, one_layer)
+        for ids, positions, batches in _steps(lm, backend, shapes, generator):
             wanted, got = (run(ids, positions, batch) for run, batch in zip((modules, decoder), batches, strict=True))
-            _compare(lm, decoder, "logits", wanted, got, ALL_LAYERS)
+            _compare(lm, decoder, "logits", wanted, got, all_layers)
 
 
 def _steps(
-    lm: LanguageModel, backend: AttentionBackend, generator: torch.Generator
+    lm: LanguageModel, backend: AttentionBackend, shapes: Mapping[int, LayerShape], generator: torch.Generator
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[PackedBatch]]]:
     """Three steps over two caches alike: prompts, then a token of each, then one of the first alone."""
     tables = [list(range(i, 8 * len(PROMPTS), len(PROMPTS))) for i in range(len(PROMPTS))]  # blocks of 4, interleaved
-    pools = [_pools(lm, tables) for _ in range(2)]
+    rows = BLOCK * 8 * len(PROMPTS) + 1
+    pools = [{index: KVPool.of(shape, rows, lm.device) for index, shape in shapes.items()} for _ in range(2)]
     shortest_first = sorted(range(len(PROMPTS)), key=PROMPTS.__getitem__)
     for step, requests in enumerate((shortest_first, range(len(PROMPTS)), range(1))):
         parts = [(tables[i], PROMPTS[i] + step - 1, 1) if step else (tables[i], 0, PROMPTS[i]) for i in requests]
@@ -60,7 +69,7 @@ def _steps(
 
 def _compare_layers(
     lm: LanguageModel, decoder: Any, modules: ViewDecoder, batches: list[PackedBatch], positions: torch.Tensor,
-    generator: torch.Generator,
+    generator: torch.Generator, tolerance: float,
 ) -> None:  # fmt: skip
     """Each layer of its own, on random numbers of the size that hidden states have."""
     base = modules.view.view.model
@@ -72,28 +81,22 @@ def _compare_layers(
             use_cache=False, minfer=batches[0],
         )  # fmt: skip
         got = layer(hidden.clone(), turns[0][0], turns[1][0], batches[1])
-        for name in ("keys", "values"):
-            one, other = (getattr(batch.pools[layer.index], name)[batch.slot_mapping] for batch in batches)
-            _compare(lm, decoder, f"{name} of layer {layer.index}", one, other, ONE_LAYER)
+        kept = [batch.pools[layer.index].read(batch.slot_mapping, lm.dtype) for batch in batches]
+        for name, one, other in zip(("keys", "values"), *kept, strict=True):
+            _compare(lm, decoder, f"{name} of layer {layer.index}", one, other, tolerance)
         wanted = wanted if isinstance(wanted, torch.Tensor) else wanted[0]
-        _compare(lm, decoder, f"layer {layer.index}", wanted[0], got, ONE_LAYER)
+        _compare(lm, decoder, f"layer {layer.index}", wanted[0], got, tolerance)
 
 
 def _compare(
-    lm: LanguageModel, decoder: Any, what: str, wanted: torch.Tensor, got: torch.Tensor,
-    tolerance: dict[torch.dtype, float],
-) -> None:  # fmt: skip
+    lm: LanguageModel, decoder: Any, what: str, wanted: torch.Tensor, got: torch.Tensor, tolerance: float
+) -> None:
     wanted, got = wanted.float(), got.float()
-    change, bound = (wanted - got).abs().max() / wanted.abs().max().clamp_min(1e-20), tolerance.get(lm.dtype, 1e-4)
+    change = (wanted - got).abs().max() / wanted.abs().max().clamp_min(1e-20)
     if any(type(module) is Int8Linear and not module.weight_only for module in lm.model.modules()):
-        change, bound = (wanted - got).norm() / wanted.norm().clamp_min(1e-20), ROUNDED
-    if not change <= bound:
+        change, tolerance = (wanted - got).norm() / wanted.norm().clamp_min(1e-20), ROUNDED
+    if not change <= tolerance:
         raise UnsupportedModel(f"{lm.name} cannot be {decoder.name}: {what} would differ by {float(change):.1e}.")
-
-
-def _pools(lm: LanguageModel, tables: list[list[int]]) -> dict[int, KVPool]:
-    rows = BLOCK * (1 + max(max(table) for table in tables)) + 1
-    return {index: KVPool.of(shape, rows, lm.device) for index, shape in packed_layers(lm).items()}
 
 
 def _batch(

@@ -15,13 +15,15 @@ import torch
 
 from ..errors import InvalidParameter, one_of
 from . import compiled
+from .reference_parts import quantize_rows
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+POOL_KINDS = KINDS | {torch.int8: 3}
 NO_WINDOW = 2**62  # more than any context
 
-# `call` in paged_decode.c, field by field: 7 pointers, 12 sizes, scale and softcap, kinds of query and pool. Packing a
+# `call` in paged_decode.c, field by field: 9 pointers, 12 sizes, scale and softcap, kinds of query and pool. Packing a
 # record of bytes takes a fifth of the time that filling a ctypes.Structure does, once a layer and step.
-CALL = struct.Struct("@7P12q2f2i")
+CALL = struct.Struct("@9P12q2f2i")
 
 
 def compiled_decode(
@@ -36,14 +38,17 @@ def compiled_decode(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One new token of each of R requests over the keys of its request -> [R, heads, value_dim] in the query's dtype.
 
     query [R, heads, key_dim]; keys [rows, kv_heads, key_dim] and values [rows, kv_heads, value_dim], the pools of a
     layer: the token at position p of request r lies in row block_tables[r, p // block_size] * block_size + p %
-    block_size. Both float32, bfloat16 or float16, all sums in float32. block_tables [R, W] int32, a slice of a wider
-    table too; kv_lens [R] int32, the tokens of each request, the new one included. No other row and no other entry of
-    the table is read. A request of length 0 gets zeros.
+    block_size. Both float32, bfloat16 or float16, all sums in float32; or both int8, with key_scales and value_scales
+    float32 [rows, kv_heads] that the codes are multiplied by. block_tables [R, W] int32, a slice of a wider table too;
+    kv_lens [R] int32, the tokens of each request, the new one included. No other row and no other entry of the table is
+    read. A request of length 0 gets zeros.
 
     scale: factor of the scores. window: so many tokens are seen, the new one included. softcap: scores become
     softcap * tanh(scores / softcap). sinks [heads]: a score that takes part in the softmax and carries no value.
@@ -51,16 +56,20 @@ def compiled_decode(
     Raises InvalidParameter for tensors that do not fit together, for lengths and blocks that the tables or the pool do
     not have, and where the kernel is not usable. Source: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180).
     """
-    if reason := why_not(keys.dtype):
+    if reason := why_not(query.dtype if keys.dtype == torch.int8 else keys.dtype):
         raise InvalidParameter(f"compiled_decode cannot run over {keys.dtype} here: {reason}. Attend with torch.")
     out = torch.empty(*query.shape[:2], values.shape[-1], dtype=query.dtype, device=query.device)
-    _decode(c_function(), out, query, keys, values, block_tables, kv_lens, block_size, scale, window, softcap, sinks)
+    _decode(
+        c_function(), out, query, keys, values, block_tables, kv_lens, block_size, scale, window, softcap, sinks,
+        key_scales, value_scales,
+    )  # fmt: skip
     return out
 
 
 @cache
 def why_not(dtype: torch.dtype) -> str | None:
-    """Why the kernel is not usable for pools of this dtype; None if it is. Found out once a process."""
+    """Why the kernel is not usable for keys of this dtype, kept as they are or as int8; None if it is. Found out once a
+    process."""
     if dtype not in KINDS:
         return f"the kernel reads {one_of([str(kind).removeprefix('torch.') for kind in KINDS])}"
     try:
@@ -68,7 +77,8 @@ def why_not(dtype: torch.dtype) -> str | None:
     except compiled.CannotCompile as error:
         return str(error)
     with torch.device("cpu"):  # whatever the caller's default is
-        right = all(_is_right(function, dtype, *heads) for heads in ((2, 5, 20, 37), (3, 1, 56, 56)))
+        sizes = ((2, 5, 20, 37), (3, 1, 56, 56))
+        right = all(_is_right(function, dtype, kept, *heads) for kept in (dtype, torch.int8) for heads in sizes)
     return None if right else "its results are wrong on this CPU"
 
 
@@ -82,11 +92,16 @@ def c_function() -> Callable[[bytes], int]:
 def _decode(
     function: Callable[[bytes], int], out: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     block_tables: torch.Tensor, kv_lens: torch.Tensor, block_size: int, scale: float, window: int | None,
-    softcap: float | None, sinks: torch.Tensor | None,
+    softcap: float | None, sinks: torch.Tensor | None, key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """Write the result to `out` [R, heads, value_dim]. Beyond shapes, lengths and blocks are checked in C."""
+    scales = [part for part in (key_scales, value_scales) if part is not None]
     fits = (
         query.dim() == keys.dim() == values.dim() == 3 and query.dtype in KINDS and keys.dtype == values.dtype
+        and len(scales) == 2 * (keys.dtype == torch.int8)
+        and all(part.shape == keys.shape[:2] and part.dtype == torch.float32 for part in scales)
+        and all(part.is_contiguous() and part.is_cpu for part in scales)
         and keys.shape[:2] == values.shape[:2] and query.shape[2] == keys.shape[2]
         and query.shape[1] % keys.shape[1] == 0 and (sinks is None or sinks.shape == query.shape[1:2])
         and block_tables.shape[:-1] == kv_lens.shape == query.shape[:1] and block_tables.stride(-1) == 1
@@ -96,12 +111,13 @@ def _decode(
         and (sinks is None or (sinks.is_cpu and sinks.is_contiguous()))
     )  # fmt: skip
     if not fits:
-        tensors = [query, keys, values, block_tables, kv_lens] + ([] if sinks is None else [sinks])
+        tensors = [query, keys, values, block_tables, kv_lens, *([] if sinks is None else [sinks]), *scales]
         got = ", ".join(f"{list(part.shape)} {part.dtype} on {part.device}" for part in tensors)
         raise InvalidParameter(
             f"compiled_decode got {got}; it takes query [R, heads, key_dim], keys [rows, kv_heads, key_dim] and values "
-            "[rows, kv_heads, value_dim] in one dtype, int32 block tables [R, W] and lengths [R], and sinks [heads] or "
-            "None, on the CPU, contiguous but for the query and the rows of the block tables."
+            "[rows, kv_heads, value_dim] in one dtype, int32 block tables [R, W] and lengths [R], sinks [heads] or "
+            "None, and for int8 float32 scales [rows, kv_heads] of keys and values, on the CPU, contiguous but for the "
+            "query and the rows of the block tables."
         )
     if query.stride(2) != 1:
         query = query.contiguous()
@@ -111,10 +127,11 @@ def _decode(
     code = function(
         CALL.pack(
             query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(), block_tables.data_ptr(),
-            kv_lens.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
+            kv_lens.data_ptr(),
+            *(0 if part is None else part.data_ptr() for part in (sinks, key_scales, value_scales)),
             *query.shape[:2], *keys.shape[1:], values.shape[2],
             *query.stride()[:2], block_tables.stride(0), block_tables.shape[1], blocks, block_size,
-            window or NO_WINDOW, scale, softcap or 0.0, KINDS[query.dtype], KINDS[keys.dtype],
+            window or NO_WINDOW, scale, softcap or 0.0, KINDS[query.dtype], POOL_KINDS[keys.dtype],
         )
     )  # fmt: skip
     if code == 1:
@@ -128,9 +145,10 @@ def _decode(
 
 
 def _is_right(
-    function: Callable[[bytes], int], dtype: torch.dtype, kv_heads: int, group: int, key_dim: int, value_dim: int
-) -> bool:
-    """Whether `function` computes a small case with all that there is to it, in its every digit."""
+    function: Callable[[bytes], int], dtype: torch.dtype, kept: torch.dtype, kv_heads: int, group: int, key_dim: int,
+    value_dim: int,
+) -> bool:  # fmt: skip
+    """Whether `function` computes a small case with all that there is to it, in its every digit. kept: the pool's."""
     generator = torch.Generator().manual_seed(0)
     lengths, block_size, scale, window, softcap = [1, 23, 0, 500], 7, 0.4, 490, 3.0
     width, heads = -(-max(lengths) // block_size), kv_heads * group
@@ -142,7 +160,11 @@ def _is_right(
     )
     out = torch.full((len(lengths), heads, value_dim), torch.nan, dtype=dtype)  # what is not written stays NaN
     kv_lens = torch.tensor(lengths, dtype=torch.int32)
-    _decode(function, out, query, keys, values, tables.int(), kv_lens, block_size, scale, window, softcap, sinks)
+    pools, scales = (keys, values), (None, None)
+    if kept == torch.int8:
+        pools, scales = zip(*map(quantize_rows, pools), strict=True)
+        keys, values = (codes.double() * part[..., None] for codes, part in zip(pools, scales, strict=True))
+    _decode(function, out, query, *pools, tables.int(), kv_lens, block_size, scale, window, softcap, sinks, *scales)
     for r, length in enumerate(lengths):
         position = torch.arange(max(0, length - window), length)
         at = tables[r, position // block_size] * block_size + position % block_size

@@ -58,18 +58,21 @@ def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
 def rope_cache(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_gain: torch.Tensor | None, k_gain: torch.Tensor | None,
     slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, eps: float, heads: int, kv_heads: int,
+    key_scales: torch.Tensor | None = None, value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """As `triton.fused_parts.rope_cache`."""
     reference_parts.check_rope_cache(qkv, cos, sin, slots, keys, values, heads, kv_heads)
     tokens, dim = len(qkv), keys.shape[2]
-    if qkv.dtype not in KINDS or keys.dtype != qkv.dtype or dim > MOST:
-        return reference_parts.rope_cache(qkv, cos, sin, q_gain, k_gain, slots, keys, values, eps, heads, kv_heads)
+    if qkv.dtype not in KINDS or keys.dtype not in (qkv.dtype, torch.int8) or dim > MOST:
+        return reference_parts.rope_cache(
+            qkv, cos, sin, q_gain, k_gain, slots, keys, values, eps, heads, kv_heads, key_scales, value_scales
+        )
     query = torch.empty(tokens, heads, dim, dtype=qkv.dtype)
-    tensors = (qkv, cos, sin, q_gain, k_gain, slots, query, keys, values, None, None)
+    tensors = (qkv, cos, sin, q_gain, k_gain, slots, query, keys, values, key_scales, value_scales)
     _function("rope_cache")(
         ROPE.pack(
             *(0 if tensor is None else tensor.data_ptr() for tensor in tensors), tokens, heads, kv_heads, dim, eps,
-            KINDS[qkv.dtype], KINDS[keys.dtype],
+            KINDS[qkv.dtype], 3 if keys.dtype == torch.int8 else KINDS[keys.dtype],
         )
     )  # fmt: skip
     return query

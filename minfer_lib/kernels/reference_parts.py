@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from ..errors import UnsupportedModel
 
 BLOCK = 2**20  # int8 weights that are floats at a time
+CODES = 127  # the largest code: -128 is left out, so that both signs reach equally far
 
 
 def product(
@@ -55,13 +56,14 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 def rope_cache(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_gain: torch.Tensor | None, k_gain: torch.Tensor | None,
     slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, eps: float, heads: int, kv_heads: int,
+    key_scales: torch.Tensor | None = None, value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """As `triton.fused_parts.rope_cache`."""
     check_rope_cache(qkv, cos, sin, slots, keys, values, heads, kv_heads)
     q, k, v = qkv.unflatten(1, (-1, keys.shape[2])).split([heads, kv_heads, kv_heads], 1)
     if q_gain is not None:
         q, k = rms_norm(q, q_gain, eps), rms_norm(k, k_gain, eps)
-    write_cache(_turned(k, cos, sin), v, slots, keys, values)
+    write_cache(_turned(k, cos, sin), v, slots, keys, values, key_scales, value_scales)
     return _turned(q, cos, sin)
 
 
@@ -72,11 +74,29 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def write_cache(
-    k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-) -> None:
+    k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+    key_scales: torch.Tensor | None = None, value_scales: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """As `triton.fused_parts.write_cache`."""
-    keys.index_copy_(0, slots.long(), k.to(keys.dtype))
-    values.index_copy_(0, slots.long(), v.to(values.dtype))
+    for new, store, scales in ((k, keys, key_scales), (v, values, value_scales)):
+        if scales is not None:
+            new, scale = quantize_rows(new)
+            scales.index_copy_(0, slots.long(), scale)
+        store.index_copy_(0, slots.long(), new.to(store.dtype))
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row of x [..., dim] in 8 bits: codes int8 [..., dim], and scales float32 [...] that they are multiplied by.
+
+    scale = the row's largest magnitude / 127, code = x / scale rounded to the nearest, ties to even. Computed in
+    float32, of a row alone: the same wherever it stands. A row of zeros has scale 0. NaN or infinity makes its row's
+    scale NaN or infinity and all codes 0: nothing but NaN can be read from such a row, and nothing passes for a number.
+    """
+    x = x.float()
+    peak = x.abs().amax(-1)
+    scale = peak / torch.full_like(peak, CODES)  # by a number, CUDA would multiply by a rounded 1 / 127
+    codes = (x / scale[..., None]).nan_to_num_().clamp_(-CODES, CODES)  # numbers next to 0 have scales without digits
+    return codes.round_().to(torch.int8), scale
 
 
 def check_rope_cache(

@@ -9,6 +9,9 @@
    piece, TILE tokens at a time: scores, softmax so far, weighted sum of the values. Pieces depend on a request's length
    alone, not on threads or other requests, and so does every bit of its result.
 
+   In a pool of int8 a key or value is codes and a scale. A scale is the same for all of its numbers, so that products
+   and sums are of codes: a score is multiplied by its key's scale, a weight by its value's.
+
    Compiled when the library needs it (see compiled.py), for the CPU it runs on. */
 
 #include "vectors.h"
@@ -24,6 +27,7 @@ typedef struct {
     void *out;                          /* [requests, heads, value_dim], of the query's kind */
     const int32_t *tables, *lengths;    /* [requests, table_width], [requests] */
     const float *sinks;                 /* [heads] or NULL */
+    const float *key_scales, *value_scales;  /* [rows, kv_heads], of pools of int8 alone */
     int64_t requests, heads, kv_heads, key_dim, value_dim;
     int64_t query_step, head_step, table_step;  /* from one request, head, table to the next; in elements */
     int64_t table_width, blocks, block_size, window;
@@ -156,7 +160,7 @@ static inline int64_t next_heads(int64_t left) { return left == 4 ? 2 : left < H
 
 ALWAYS void do_piece(const call *c, int kind, int64_t request, int64_t head, int64_t begin, int64_t end, room r,
                      float *part) {
-    const int64_t group = c->heads / c->kv_heads, size = kind == FLOAT32 ? 4 : 2;
+    const int64_t group = c->heads / c->kv_heads, size = size_of(kind);
     const int64_t key_dim = c->key_dim, value_dim = c->value_dim;
     const char *keys = (const char *)c->keys + head * key_dim * size;
     const char *values = (const char *)c->values + head * value_dim * size;
@@ -165,6 +169,7 @@ ALWAYS void do_piece(const call *c, int kind, int64_t request, int64_t head, int
     float *sums = sums_of(c, part);
 
     const char *keys_of[PIECE + KEYS], *values_of[PIECE];  /* where each token's are */
+    float key_scales[PIECE], value_scales[PIECE];          /* of codes */
     const int64_t tokens = end - begin;
     for (int64_t t = 0; t < tokens;) {  /* block by block: within one, rows follow each other */
         const uint32_t position = (uint32_t)(begin + t), block_size = (uint32_t)c->block_size;
@@ -174,6 +179,10 @@ ALWAYS void do_piece(const call *c, int kind, int64_t request, int64_t head, int
         for (int64_t i = 0; i < run; i++, t++, row += c->kv_heads) {
             keys_of[t] = keys + row * key_dim * size;
             values_of[t] = values + row * value_dim * size;
+            if (kind == INT8) {
+                key_scales[t] = c->key_scales[row + head];
+                value_scales[t] = c->value_scales[row + head];
+            }
         }
     }
     /* four keys are taken at a time; what is too much at the end is masked */
@@ -196,7 +205,12 @@ ALWAYS void do_piece(const call *c, int kind, int64_t request, int64_t head, int
                 else products(kind, 1, query, key_dim, key + t, scores);
             }
         }
-        for (int64_t h = 0; h < group; h++) r.shrink[h] = weigh(c, r.scores + h * TILE, count, states + h);
+        for (int64_t h = 0; h < group; h++) {
+            float *scores = r.scores + h * TILE;
+            if (kind == INT8) for (int64_t t = 0; t < count; t++) scores[t] *= key_scales[first + t];
+            r.shrink[h] = weigh(c, scores, count, states + h);
+            if (kind == INT8) for (int64_t t = 0; t < count; t++) scores[t] *= value_scales[first + t];
+        }
         for (int64_t h = 0, n; h < group; h += n) {
             const float *weights = r.scores + h * TILE, *shrink = r.shrink + h;
             float *into = sums + h * padded(value_dim);
@@ -216,6 +230,9 @@ static void piece_of_bfloat16(const call *c, int64_t q, int64_t h, int64_t from,
 }
 static void piece_of_float16(const call *c, int64_t q, int64_t h, int64_t from, int64_t to, room r, float *part) {
     do_piece(c, FLOAT16, q, h, from, to, r, part);
+}
+static void piece_of_int8(const call *c, int64_t q, int64_t h, int64_t from, int64_t to, room r, float *part) {
+    do_piece(c, INT8, q, h, from, to, r, part);
 }
 
 /* Queries as floats, and a part that has seen nothing yet, or the attention sink: a score without a value. */
@@ -320,7 +337,8 @@ int paged_decode(const call *c) {
             prepare(c, request, head, index == 0, r, part);
             if (c->pool_kind == FLOAT32) piece_of_float32(c, request, head, begin, end, r, part);
             else if (c->pool_kind == BFLOAT16) piece_of_bfloat16(c, request, head, begin, end, r, part);
-            else piece_of_float16(c, request, head, begin, end, r, part);
+            else if (c->pool_kind == FLOAT16) piece_of_float16(c, request, head, begin, end, r, part);
+            else piece_of_int8(c, request, head, begin, end, r, part);
             if (count == 1) finish(c, request, head, part, 1, step);
         }
         if (several) {

@@ -82,8 +82,10 @@ ALWAYS void turn(int kind, const void *restrict x, const void *gain, const void 
     if (gain) for (int64_t i = 0; i < dim; i++)
         row[i] = rounded(kind, rounded(kind, row[i] * factor) * number_at(kind, gain, i));
     for (int64_t i = 0; i < half; i++) {
-        out[i] = row[i] * number_at(kind, cos, i) - row[i + half] * number_at(kind, sin, i);
-        out[i + half] = row[i + half] * number_at(kind, cos, i + half) + row[i] * number_at(kind, sin, i + half);
+        const float low = row[i] * number_at(kind, cos, i) - row[i + half] * number_at(kind, sin, i);
+        const float high = row[i + half] * number_at(kind, cos, i + half) + row[i] * number_at(kind, sin, i + half);
+        out[i] = rounded(kind, low);
+        out[i + half] = rounded(kind, high);
     }
 }
 
@@ -92,14 +94,16 @@ ALWAYS void keep(int kind, const float *restrict row, int64_t dim, void *restric
     for (int64_t i = 0; i < dim; i++) write(out, kind, i, row[i]);
 }
 
-/* The same as codes -127..127, and their scale; NaN for a row that is not finite. */
+/* The same in 8 bits: codes -127..127 and their scale, by the definition that `reference_parts.quantize_rows` is. */
 static void keep_codes(const float *restrict row, int64_t dim, int8_t *restrict out, float *scale) {
-    float peak = 0.0f, sum = 0.0f;
-    for (int64_t i = 0; i < dim; i++) peak = fabsf(row[i]) > peak ? fabsf(row[i]) : peak;
-    for (int64_t i = 0; i < dim; i++) sum += row[i] * 0.0f;  /* NaN if one is not finite */
-    *scale = peak / 127.0f + sum;
-    const float steps = *scale > 0.0f ? 127.0f / peak : 0.0f;
-    for (int64_t i = 0; i < dim; i++) out[i] = (int8_t)(int32_t)rintf(row[i] * steps);
+    float peak = 0.0f;
+    for (int64_t i = 0; i < dim; i++) peak = fabsf(row[i]) > peak || row[i] != row[i] ? fabsf(row[i]) : peak;
+    *scale = peak / 127.0f;
+    if (!(peak > 0.0f && peak < INFINITY)) { memset(out, 0, (size_t)dim); return; }
+    for (int64_t i = 0; i < dim; i++) {
+        const float code = row[i] / *scale;  /* of numbers next to zero, whose scale has no digits left, more than 127 */
+        out[i] = (int8_t)(int32_t)rintf(code > 127.0f ? 127.0f : code < -127.0f ? -127.0f : code);
+    }
 }
 
 /* One token: queries and keys turned, keys and values to their row of the pools. */

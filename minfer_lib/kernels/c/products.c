@@ -159,20 +159,6 @@ ALWAYS void int_tile(int tokens, const uint8_t *restrict x, const char *const *w
     }
 }
 
-/* LANES weights as floats. */
-ALWAYS vec weights_at(int kind, const char *row, int64_t j) {
-    if (kind != INT8) return numbers_at(kind, row, j);
-#if LANES == 16
-    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(row + j))));
-#elif LANES == 8
-    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(row + j))));
-#else
-    int8_t part __attribute__((vector_size(LANES)));
-    memcpy(&part, row + j, sizeof part);
-    return __builtin_convertvector(part, vec);
-#endif
-}
-
 /* The same in floats: LANES partial sums an output. */
 ALWAYS void float_tile(int tokens, int kind, const float *restrict x, const char *const *w, int64_t k,
                        float4 *restrict out) {
@@ -180,10 +166,10 @@ ALWAYS void float_tile(int tokens, int kind, const float *restrict x, const char
     const int64_t end = k / LANES * LANES;
     if (tokens == 1) {
         UNROLL for (int c = 0; c < COLUMNS; c++)
-            for (int64_t j = 0; j < end; j += LANES) s[0][c] += floats_at(x + j) * weights_at(kind, w[c], j);
+            for (int64_t j = 0; j < end; j += LANES) s[0][c] += floats_at(x + j) * numbers_at(kind, w[c], j);
     } else for (int64_t j = 0; j < end; j += LANES)
         UNROLL for (int c = 0; c < COLUMNS; c++) {
-            const vec v = weights_at(kind, w[c], j);
+            const vec v = numbers_at(kind, w[c], j);
             UNROLL for (int r = 0; r < tokens; r++) s[r][c] += floats_at(x + r * k + j) * v;
         }
     UNROLL for (int r = 0; r < tokens; r++) {

@@ -31,6 +31,7 @@ enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3 };
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t codes __attribute__((vector_size(LANES)));
 
 ALWAYS vec floats_at(const float *p) { vec v; memcpy(&v, p, sizeof v); return v; }
 ALWAYS void put(float *p, vec v) { memcpy(p, &v, sizeof v); }
@@ -80,19 +81,26 @@ ALWAYS void sums_of_four(vec a, vec b, vec c, vec d, float *out) {
 #endif
 }
 
-/* -- numbers of two bytes ------------------------------------------------------------------------------------------ */
+/* -- numbers of two bytes, and of one ------------------------------------------------------------------------------------------ */
 
 #if LANES == 16
 ALWAYS vec from_float16(const void *p) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(p)); }
 ALWAYS ints widened(const void *p) { return (ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256(p)); }
+ALWAYS vec from_int8(const void *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p))); }
 #elif LANES == 8
 ALWAYS vec from_float16(const void *p) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 ALWAYS ints widened(const void *p) { return (ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)); }
+ALWAYS vec from_int8(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p))); }
 #else
 ALWAYS ints widened(const void *p) {
     halves h;
     memcpy(&h, p, sizeof h);
     return __builtin_convertvector(h, ints);
+}
+ALWAYS vec from_int8(const void *p) {
+    codes c;
+    memcpy(&c, p, sizeof c);
+    return __builtin_convertvector(c, vec);
 }
 /* Exponent and digits move to where a float has them; 2^112 makes up for the exponents' different zeros. */
 ALWAYS vec from_float16(const void *p) {
@@ -107,6 +115,7 @@ ALWAYS vec from_float16(const void *p) {
 ALWAYS vec numbers_at(int kind, const char *row, int64_t i) {
     if (kind == FLOAT32) return floats_at((const float *)row + i);
     if (kind == BFLOAT16) return (vec)(widened(row + 2 * i) << 16);
+    if (kind == INT8) return from_int8(row + i);
     return from_float16(row + 2 * i);
 }
 

@@ -14,7 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference_parts import check_rope_cache
+from ..reference_parts import CODES, check_rope_cache
+
+LARGEST_CODE = tl.constexpr(float(CODES))
+TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 x 2^23: added and taken off, it rounds what follows the point, ties to even
 
 
 @triton.jit
@@ -80,8 +83,26 @@ def _gain(gain_ptr, dims, inside):
 
 
 @triton.jit
+def _scales(x):
+    """Of rows [rows, dim] float32, as `reference_parts.quantize_rows`, bit by bit."""
+    peak = tl.max(tl.abs(x), 1)
+    scale = tl.div_rn(peak, tl.full(peak.shape, LARGEST_CODE, tl.float32))
+    has_nan = tl.max((x != x).to(tl.int32), 1)  # asked of each: a maximum may leave NaN out
+    return tl.where(has_nan == 1, float("nan"), scale)
+
+
+@triton.jit
+def _codes(x, scale):
+    """x [rows, dim] float32 by its scales [rows], as codes."""
+    codes = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    codes = tl.where(codes != codes, 0.0, tl.minimum(tl.maximum(codes, -LARGEST_CODE), LARGEST_CODE))
+    return (codes + TO_INTEGER - TO_INTEGER).to(tl.int8)
+
+
+@triton.jit
 def rope_cache_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, slots_ptr, q_ptr, keys_ptr, values_ptr, eps,
+    qkv_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, slots_ptr, q_ptr, keys_ptr, values_ptr, key_scales_ptr,
+    value_scales_ptr, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     NORM: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -115,9 +136,21 @@ def rope_cache_kernel(
     turned_low = normed_low * cos - normed_high * sin
     turned_high = normed_high * cos + normed_low * sin
 
+    turned_low, turned_high = turned_low.to(q_ptr.dtype.element_ty), turned_high.to(q_ptr.dtype.element_ty)
     q_at = q_ptr + token * (HEADS * DIM) + place
-    tl.store(q_at, turned_low.to(q_ptr.dtype.element_ty), mask=inside & is_query)
-    tl.store(q_at + half, turned_high.to(q_ptr.dtype.element_ty), mask=inside & is_query)
+    tl.store(q_at, turned_low, mask=inside & is_query)
+    tl.store(q_at + half, turned_high, mask=inside & is_query)
+    if key_scales_ptr is not None:  # of what a cache in the model's dtype would keep
+        low = tl.where(is_value, low, turned_low.to(tl.float32))
+        high = tl.where(is_value, high, turned_high.to(tl.float32))
+        scale = tl.maximum(_scales(low), _scales(high), propagate_nan=tl.PropagateNan.ALL)
+        low, high = _codes(low, scale), _codes(high, scale)
+        turned_low, turned_high = low, high
+        kv_head = head - HEADS
+        scale_at = key_scales_ptr + slot * KV_HEADS + kv_head
+        tl.store(scale_at, scale, mask=(kv_head >= 0) & (kv_head < KV_HEADS))
+        scale_at = value_scales_ptr + slot * KV_HEADS + kv_head - KV_HEADS
+        tl.store(scale_at, scale, mask=(kv_head >= KV_HEADS) & (kv_head < 2 * KV_HEADS))
     is_key = inside & (head >= HEADS)[:, None] & (head < HEADS + KV_HEADS)[:, None]
     key_at = keys_ptr + slot * (KV_HEADS * DIM) + place - HEADS * DIM
     tl.store(key_at, turned_low.to(keys_ptr.dtype.element_ty), mask=is_key)
@@ -130,13 +163,15 @@ def rope_cache_kernel(
 def rope_cache(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_gain: torch.Tensor | None, k_gain: torch.Tensor | None,
     slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, eps: float, heads: int, kv_heads: int,
+    key_scales: torch.Tensor | None = None, value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """qkv [T, (heads + 2 kv_heads) * dim] -> the queries [T, heads, dim], turned; turned keys and values to the cache.
 
     cos, sin [T, dim] as transformers' rotary embeddings give them, the same angles in both halves; q_gain, k_gain
     [dim] of RMSNorms with `eps` over each query and key, or None twice; slots [T] int64 or int32: the row of keys and
-    values [rows, kv_heads, dim] that a token's go to. All contiguous. Rotation and norms are float32; transformers
-    rounds in between. Raises UnsupportedModel for an embedding that turns only a part of a head, or an odd head.
+    values [rows, kv_heads, dim] that a token's go to; of int8 codes with key_scales and value_scales [rows, kv_heads]
+    float32, which are made here. All contiguous. Rotation and norms are float32; transformers rounds in between. Raises
+    UnsupportedModel for an embedding that turns only a part of a head, or an odd head.
 
     Source: Su et al. 2021 (RoFormer, arXiv:2104.09864), with the halves of a head as pairs, as in GPT-NeoX.
     """
@@ -147,37 +182,58 @@ def rope_cache(
     block = 4 if tokens < 64 else min(32, triton.next_power_of_2(total))
     with torch.cuda.device_of(qkv):
         rope_cache_kernel[(tokens, triton.cdiv(total, block))](
-            qkv, cos, sin, q_gain, k_gain, slots, q, keys, values, eps, HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
-            PADDED_HALF=triton.next_power_of_2(dim // 2), BLOCK_H=block, NORM=q_gain is not None,
-            num_warps=1 if block <= 4 else 4,
+            qkv, cos, sin, q_gain, k_gain, slots, q, keys, values, key_scales, value_scales, eps,
+            HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED_HALF=triton.next_power_of_2(dim // 2), BLOCK_H=block,
+            NORM=q_gain is not None, num_warps=1 if block <= 4 else 4,
         )  # fmt: skip
     return q
+
+
+@triton.jit
+def _write(
+    from_ptr, head_stride, store_ptr, scales_ptr, slot, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    PADDED_HEADS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """The heads of one token to a row of the store."""
+    head, dims = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED)
+    inside = (head < KV_HEADS)[:, None] & (dims < DIM)[None, :]
+    x = tl.load(from_ptr + head.to(tl.int64)[:, None] * head_stride + dims[None, :], mask=inside, other=0.0)
+    if scales_ptr is not None:
+        x = x.to(tl.float32)
+        scale = _scales(x)
+        tl.store(scales_ptr + slot * KV_HEADS + head, scale, mask=head < KV_HEADS)
+        x = _codes(x, scale)
+    store_at = store_ptr + slot * (KV_HEADS * DIM) + head[:, None] * DIM + dims[None, :]
+    tl.store(store_at, x.to(store_ptr.dtype.element_ty), mask=inside)
 
 
 # The strides of keys that stand heads first grow with the number of tokens.
 @triton.jit(do_not_specialize=["k_token", "k_head", "v_token", "v_head"])
 def write_cache_kernel(
-    k_ptr, v_ptr, slots_ptr, keys_ptr, values_ptr, k_token, k_head, v_token, v_head,
-    KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr,
+    k_ptr, v_ptr, slots_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, k_token, k_head, v_token, v_head,
+    KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_HEADS: tl.constexpr,
+    PADDED_KEY: tl.constexpr, PADDED_VALUE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Key and value of one token a program."""
-    token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    in_key, in_value = i < KV_HEADS * KEY_DIM, i < KV_HEADS * VALUE_DIM
-    key_at = k_ptr + token * k_token + (i // KEY_DIM).to(tl.int64) * k_head + i % KEY_DIM
-    value_at = v_ptr + token * v_token + (i // VALUE_DIM).to(tl.int64) * v_head + i % VALUE_DIM
-    key, value = tl.load(key_at, mask=in_key), tl.load(value_at, mask=in_value)
-    tl.store(keys_ptr + slot * (KV_HEADS * KEY_DIM) + i, key.to(keys_ptr.dtype.element_ty), mask=in_key)
-    tl.store(values_ptr + slot * (KV_HEADS * VALUE_DIM) + i, value.to(values_ptr.dtype.element_ty), mask=in_value)
+    _write(
+        k_ptr + token * k_token, k_head, keys_ptr, key_scales_ptr, slot, KV_HEADS, KEY_DIM, PADDED_HEADS, PADDED_KEY,
+    )  # fmt: skip
+    _write(
+        v_ptr + token * v_token, v_head, values_ptr, value_scales_ptr, slot, KV_HEADS, VALUE_DIM, PADDED_HEADS,
+        PADDED_VALUE,
+    )  # fmt: skip
 
 
 def write_cache(
-    k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-) -> None:
+    k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+    key_scales: torch.Tensor | None = None, value_scales: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """k [T, kv_heads, key_dim] and v [T, kv_heads, value_dim] to rows `slots` [T] of keys and values, in one launch.
 
     keys [rows, kv_heads, key_dim] and values [rows, kv_heads, value_dim] are contiguous; tokens and heads of k and
-    v may have any strides.
+    v may have any strides. key_scales and value_scales as in `rope_cache`.
     """
     tokens, kv_heads, key_dim = k.shape
     value_dim = v.shape[2]
@@ -187,7 +243,8 @@ def write_cache(
     k, v = (part if part.stride(2) == 1 else part.contiguous() for part in (k, v))
     with torch.cuda.device_of(k):
         write_cache_kernel[(tokens,)](
-            k, v, slots, keys, values, k.stride(0), k.stride(1), v.stride(0), v.stride(1), KV_HEADS=kv_heads,
-            KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK=triton.next_power_of_2(kv_heads * max(key_dim, value_dim)),
+            k, v, slots, keys, values, key_scales, value_scales, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            KV_HEADS=kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, PADDED_HEADS=triton.next_power_of_2(kv_heads),
+            PADDED_KEY=triton.next_power_of_2(key_dim), PADDED_VALUE=triton.next_power_of_2(value_dim),
             num_warps=4,
         )  # fmt: skip

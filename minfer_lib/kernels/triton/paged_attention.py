@@ -39,15 +39,18 @@ def paged_decode(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One new token of each of R requests over the keys of its request -> [R, heads, value_dim] in the query's dtype.
 
     query [R, heads, key_dim] float16, bfloat16 or float32; keys [rows, kv_heads, key_dim] and values [rows, kv_heads,
-    value_dim], the pools of a layer in the query's dtype: the token at position p of request r lies in row
-    block_tables[r, p // block_size] * block_size + p % block_size. block_tables [R, W] int32, a slice of a wider table
-    too; kv_lens [R] int32, the tokens of each request, the new one included. No other row and no other entry of the
-    table is read. A request of length 0 gets zeros. longest: the largest of kv_lens, or more, as the host knows it; a
-    bound that holds for all steps makes a launch that a CUDA graph can repeat.
+    value_dim], the pools of a layer in the query's dtype, or in int8 with key_scales and value_scales float32 [rows,
+    kv_heads]: the token at position p of request r lies in row block_tables[r, p // block_size] * block_size + p %
+    block_size. block_tables [R, W] int32, a slice of a wider table too; kv_lens [R] int32, the tokens of each request,
+    the new one included. No other row and no other entry of the table is read. A request of length 0 gets zeros.
+    longest: the largest of kv_lens, or more, as the host knows it; a bound that holds for all steps makes a launch that
+    a CUDA graph can repeat.
 
     Query head h reads key head h // (heads // kv_heads). scale: factor of the scores; softcap: they become softcap *
     tanh(scores / softcap) then; window: only the last so many keys are seen; sinks [heads]: a score more for each head
@@ -56,7 +59,8 @@ def paged_decode(
     Raises InvalidParameter for tensors that do not fit together. Sources: Kwon et al. 2023 (PagedAttention,
     arXiv:2309.06180); Dao et al. 2023 (Flash-Decoding, crfm.stanford.edu/2023/10/12/flashdecoding.html).
     """
-    _check(query, keys, values, block_tables, kv_lens, sinks, len(query))
+    scales = (key_scales, value_scales)
+    _check(query, keys, values, block_tables, kv_lens, sinks, scales, len(query))
     (requests, heads, key_dim), (_, kv_heads, value_dim) = query.shape, values.shape
     out = query.new_empty(requests, heads, value_dim)
     if requests == 0:
@@ -75,7 +79,8 @@ def paged_decode(
         query = query.contiguous()
     with torch.cuda.device_of(query):  # Triton launches on the current device
         decode_kernel[(groups, splits, requests)](
-            query, keys, values, block_tables, kv_lens, sinks, out, partial, tickets, query.stride(0), query.stride(1),
+            query, keys, values, key_scales, value_scales, block_tables, kv_lens, sinks, out, partial, tickets,
+            query.stride(0), query.stride(1),
             block_tables.stride(0), keys_per_split, window, *_factors(scale, softcap), PARTS=parts,
             AT_ONCE=max(1, min(8, 8192 // (plan.rows * plan.padded_value))),
             **_options(plan, query, values, block_size, softcap, sinks),
@@ -102,6 +107,8 @@ def paged_prefill(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """New tokens of R requests, side by side, each over the keys of its request up to itself -> [T, heads, value_dim].
 
@@ -112,7 +119,8 @@ def paged_prefill(
     Raises InvalidParameter for tensors that do not fit together. Sources: Kwon et al. 2023 (arXiv:2309.06180); Dao et
     al. 2022 (FlashAttention, arXiv:2205.14135).
     """
-    _check(query, keys, values, block_tables, kv_lens, sinks, len(starts) - 1, starts)
+    scales = (key_scales, value_scales)
+    _check(query, keys, values, block_tables, kv_lens, sinks, scales, len(starts) - 1, starts)
     (tokens, heads, key_dim), (_, kv_heads, value_dim) = query.shape, values.shape
     out = query.new_empty(tokens, heads, value_dim)
     if tokens == 0 or len(kv_lens) == 0:
@@ -123,7 +131,8 @@ def paged_prefill(
         query = query.contiguous()
     with torch.cuda.device_of(query):
         prefill_kernel[(triton.cdiv(most_new * (heads // kv_heads), plan.rows), kv_heads, len(kv_lens))](
-            query, keys, values, block_tables, kv_lens, starts, sinks, out, query.stride(0), query.stride(1),
+            query, keys, values, key_scales, value_scales, block_tables, kv_lens, starts, sinks, out,
+            query.stride(0), query.stride(1),
             block_tables.stride(0), window or NO_WINDOW, *_factors(scale, softcap),
             ASYNCHRONOUS=gpu.multiplies_asynchronously(query.dtype, plan.rows, plan.warps),
             **_options(plan, query, values, block_size, softcap, sinks),
@@ -152,13 +161,17 @@ def _options(
 
 def _check(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block_tables: torch.Tensor, kv_lens: torch.Tensor,
-    sinks: torch.Tensor | None, requests: int, starts: torch.Tensor | None = None,
+    sinks: torch.Tensor | None, scales: tuple[torch.Tensor | None, ...], requests: int,
+    starts: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Raise InvalidParameter for what the kernels would read wrongly or beyond its end, as far as shapes can tell."""
     numbers = [part for part in (block_tables, kv_lens, starts) if part is not None]
-    pools = [keys, values] if sinks is None else [keys, values, sinks]
+    scales = [part for part in scales if part is not None]
+    pools = [keys, values, *scales, *([] if sinks is None else [sinks])]
     fits = (
-        query.dim() == keys.dim() == values.dim() == 3 and query.dtype == keys.dtype == values.dtype in TRITON_DTYPES
+        query.dim() == keys.dim() == values.dim() == 3 and query.dtype in TRITON_DTYPES
+        and keys.dtype == values.dtype == (torch.int8 if scales else query.dtype) and len(scales) in (0, 2)
+        and all(part.shape == keys.shape[:2] and part.dtype == torch.float32 for part in scales)
         and keys.shape[:2] == values.shape[:2] and query.shape[2] == keys.shape[2]
         and query.shape[1] % keys.shape[1] == 0 and (sinks is None or sinks.shape == query.shape[1:2])
         and block_tables.shape[:-1] == kv_lens.shape == (requests,) and block_tables.stride(-1) == 1
@@ -170,6 +183,7 @@ def _check(
         got = ", ".join(f"{list(part.shape)} {part.dtype} on {part.device}" for part in (query, *pools, *numbers))
         raise InvalidParameter(
             f"paged attention got {got}; it takes query [T, heads, dim], pools [rows, kv_heads, dim] in its dtype, "
-            "sinks [heads] or None, and int32 block tables [R, W], lengths [R] and starts [R + 1], on one device, "
-            "contiguous but for the query and the rows of the block tables."
+            "or in int8 with float32 scales [rows, kv_heads], sinks [heads] or None, and int32 block tables [R, W], "
+            "lengths [R] and starts [R + 1], on one device, contiguous but for the query and the rows of the block "
+            "tables."
         )

@@ -39,14 +39,14 @@ def _load_rows(pool, rows, seen, STRIDE: tl.constexpr, DIM: tl.constexpr, PADDED
     """[rows, PADDED] of a pool; zeros past DIM and in what is not seen, since a weight of 0 times NaN is NaN."""
     dims = tl.arange(0, PADDED)
     inside = seen[:, None] if PADDED == DIM else seen[:, None] & (dims < DIM)[None, :]
-    return tl.load(pool + rows[:, None] * STRIDE + dims[None, :], mask=inside, other=0.0)
+    return tl.load(pool + rows[:, None] * STRIDE + dims[None, :], mask=inside, other=0)
 
 
 @triton.jit
 def _scores(query, keys, scale, cap, CAPPED: tl.constexpr):
     """[queries, keys] query . key * scale, in float32 and in units of log2(e): exp2 is the instruction that GPUs have.
 
-    CAPPED: cap * tanh(scale * query . key).
+    scale: a number, or one for each key [1, keys]. CAPPED: cap * tanh(scale * query . key).
     """
     scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
     if CAPPED:
@@ -75,12 +75,16 @@ def _online_step(top, total, average, scores, values, ASYNCHRONOUS: tl.constexpr
 
 @triton.jit
 def _attend(
-    query, table, keys_ptr, values_ptr, kv_head, begin, end, own, window, scale, cap, top, total, average,
+    query, table, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, kv_head, begin, end, own, window, scale, cap,
+    top, total, average,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PADDED_KEY: tl.constexpr, PADDED_VALUE: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr,
     HIDE: tl.constexpr, DOT_DTYPE: tl.constexpr, ASYNCHRONOUS: tl.constexpr,
 ):  # fmt: skip
     """The loop of both kernels: queries [queries, PADDED_KEY] over a request's keys from position `begin` to `end`.
+
+    With scales, keys and values are codes. A key's is multiplied into its scores; a value's into the value, since
+    a weight that is multiplied by it may be too small for float16.
 
     HIDE: what of a tile must not be seen: "nothing", or what lies behind the "end", or what the "position" `own`
     [queries] of a query and its window forbid.
@@ -91,7 +95,12 @@ def _attend(
         rows = _pool_rows(table, positions, seen, BLOCK_SIZE)
         keys = _load_rows(keys_ptr + kv_head * KEY_DIM, rows, seen, KV_HEADS * KEY_DIM, KEY_DIM, PADDED_KEY)
         values = _load_rows(values_ptr + kv_head * VALUE_DIM, rows, seen, KV_HEADS * VALUE_DIM, VALUE_DIM, PADDED_VALUE)
-        scores = _scores(query.to(DOT_DTYPE), keys.to(DOT_DTYPE), scale, cap, CAPPED)
+        factor = scale
+        if key_scales_ptr is not None:
+            scales_at = rows * KV_HEADS + kv_head
+            factor = scale * tl.load(key_scales_ptr + scales_at, mask=seen, other=0.0)[None, :]
+            values = values.to(tl.float32) * tl.load(value_scales_ptr + scales_at, mask=seen, other=0.0)[:, None]
+        scores = _scores(query.to(DOT_DTYPE), keys.to(DOT_DTYPE), factor, cap, CAPPED)
         if HIDE == "end":
             scores = tl.where(seen[None, :], scores, float("-inf"))
         if HIDE == "position":
@@ -138,7 +147,8 @@ def _merge(
     do_not_specialize_on_alignment=["tables_ptr", "lens_ptr"],
 )
 def decode_kernel(
-    query_ptr, keys_ptr, values_ptr, tables_ptr, lens_ptr, sinks_ptr, out_ptr, partial_ptr, tickets_ptr,
+    query_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tables_ptr, lens_ptr, sinks_ptr, out_ptr,
+    partial_ptr, tickets_ptr,
     token_stride, head_stride, table_stride, keys_per_split, window, scale, cap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_KEY: tl.constexpr, PADDED_VALUE: tl.constexpr,
@@ -175,7 +185,8 @@ def decode_kernel(
         total += 1.0
     table = tables_ptr + request.to(tl.int64) * table_stride
     top, total, average = _attend(
-        query, table, keys_ptr, values_ptr, kv_head, begin, end, None, None, scale, cap, top, total, average,
+        query, table, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, kv_head, begin, end, None, None, scale,
+        cap, top, total, average,
         KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, PADDED_KEY, PADDED_VALUE, TILE, CAPPED, "end", DOT_DTYPE, False,
     )  # fmt: skip
 
@@ -239,7 +250,8 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["table_stride", "window"], do_not_specialize_on_alignment=["tables_ptr", "lens_ptr"])
 def prefill_kernel(
-    query_ptr, keys_ptr, values_ptr, tables_ptr, lens_ptr, starts_ptr, sinks_ptr, out_ptr,
+    query_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tables_ptr, lens_ptr, starts_ptr, sinks_ptr,
+    out_ptr,
     token_stride, head_stride, table_stride, window, scale, cap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_KEY: tl.constexpr, PADDED_VALUE: tl.constexpr,
@@ -281,12 +293,14 @@ def prefill_kernel(
     # Up to the first own position all queries see all keys, unless a window bites: most tiles need no mask.
     border = tl.where(length <= window, (first_own + 1) // TILE * TILE, begin)
     top, total, average = _attend(
-        query, table, keys_ptr, values_ptr, kv_head, begin, border, own, window, scale, cap, top, total, average,
+        query, table, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, kv_head, begin, border, own, window,
+        scale, cap, top, total, average,
         KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, PADDED_KEY, PADDED_VALUE, TILE, CAPPED, "nothing", DOT_DTYPE,
         ASYNCHRONOUS,
     )  # fmt: skip
     top, total, average = _attend(
-        query, table, keys_ptr, values_ptr, kv_head, border, end, own, window, scale, cap, top, total, average,
+        query, table, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, kv_head, border, end, own, window, scale,
+        cap, top, total, average,
         KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, PADDED_KEY, PADDED_VALUE, TILE, CAPPED, "position", DOT_DTYPE,
         ASYNCHRONOUS,
     )  # fmt: skip
