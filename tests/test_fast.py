@@ -57,6 +57,25 @@ def test_compiled_layers_agree_and_say_the_same(family: Family, name: str):
     assert tokens(fast.generate(MIX, each())) == answers(lm)
 
 
+def test_compiled_layers_follow_weights_that_are_replaced(family: Family):
+    """Of a projection that stands alone as of those that are merged."""
+    lm = LanguageModel.of(copy.deepcopy(family("llama").model), None, "llama of its own")
+    fast = engine(lm, fast="compiled")
+    before = tokens(fast.generate(MIX, each()))
+    with torch.no_grad():
+        for layer in lm.model.model.layers:
+            layer.self_attn.o_proj.weight.data = layer.self_attn.o_proj.weight.data.flip(0).contiguous()
+    after = tokens(fast.generate(MIX, each()))
+    assert after != before and after == tokens(NaiveEngine(lm).generate(MIX, each()))
+
+
+def test_compiled_layers_over_int8_that_rounds_activations(monkeypatch: pytest.MonkeyPatch):
+    lm = quantize_int8(load_model("tiny-random", device="cpu"))
+    wanted = LLMEngine(lm, max_model_len=LONGEST).generate(MIX, each())
+    got = engine(lm, fast="compiled").generate(MIX, each())
+    assert sum(a.token_ids == b.token_ids for a, b in zip(wanted, got, strict=True)) >= len(MIX) / 2
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_every_family_finds_a_way(family: Family, name: str, monkeypatch: pytest.MonkeyPatch):
     """Without the compiled layers, which take seconds to make for each."""

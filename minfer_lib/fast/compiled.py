@@ -28,8 +28,10 @@ from ..models import hf_compat
 from ..models.fused_linear import FusedLinear, row_tensors
 from ..models.load import LanguageModel
 from ..quant.linear import Int8Linear
+from .fused import product_arguments
 
 NAME = "minfer_compiled"
+ARGUMENTS = ("weight", "scale", "bias", "sums", "smoothing")  # of a product
 RUNNING = threading.local()  # .batch: of the step that this thread runs
 
 
@@ -52,10 +54,11 @@ def _(query: Any, key: Any, value: Any, *_: Any) -> torch.Tensor:
 
 @torch.library.custom_op("minfer::product", mutates_args=())
 def compiled_product(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None,
+    sums: torch.Tensor | None, smoothing: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """`kernels.products.product`: x [T, in] -> [T, out]."""
-    return product(x, weight, scale=scale, bias=bias)
+    return product(x, weight, scale=scale, bias=bias, sums=sums, smoothing=smoothing)
 
 
 @compiled_product.register_fake
@@ -86,15 +89,22 @@ class Part(nn.Module):
         super().__init__()
         self.sizes, self.index = sizes, index
         self.results: tuple[torch.Tensor, ...] = ()
-        self.first = [first]  # in a list: no child of this one
+        self.first = [first]  # in a list, as `whole`: no child of this one
+        self.whole = [whole]
         if first is None:
-            for name in ("weight", "scale", "bias"):
-                tensor = getattr(whole, name, None)
-                self.register_buffer(name, None if tensor is None else tensor.detach(), persistent=False)
+            for name in ARGUMENTS:
+                self.register_buffer(name, None, persistent=False)
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Looks up where the weights are."""
+        if self.index == 0:
+            for name, tensor in product_arguments(self.whole[0]).items():
+                setattr(self, name, None if tensor is None else tensor.detach())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.index == 0:
-            rows = torch.ops.minfer.product(x.reshape(-1, x.shape[-1]), self.weight, self.scale, self.bias)
+            rows = torch.ops.minfer.product(x.reshape(-1, x.shape[-1]), *(getattr(self, name) for name in ARGUMENTS))
             results = rows.view(*x.shape[:-1], -1).split(self.sizes, -1)
             self.results = results
             return results[0]
@@ -135,8 +145,8 @@ class CompiledDecoder(ViewDecoder):
         modules = [self.view.get_submodule(name) for name in group]
         if any(type(m) not in (nn.Linear, Int8Linear) or hf_compat.has_hooks(m) for m in modules):
             return
-        if any(type(m) is Int8Linear and not m.weight_only for m in modules):
-            return
+        if any(type(m) is Int8Linear and not m.weight_only and m.kernel != "compiled" for m in modules):
+            return  # torch's own operations, which its compiler knows
         if len(modules) == 1:
             self.view.set_submodule(group[0], Part(modules[0], [len(modules[0].weight)], None, 0))
             return
@@ -162,3 +172,6 @@ class CompiledDecoder(ViewDecoder):
             for merged in self.merged:
                 merged.merge()
             self._make()
+        for module in self.view.modules():
+            if isinstance(module, Part):
+                module.refresh()

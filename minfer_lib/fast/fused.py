@@ -50,7 +50,7 @@ class FusedDecoder:
         self.norm, self.head = base.norm, model.lm_head
         _check_plain(lm, model, base, self.norm, self.head, self.embedding)
         _check_int8(lm, self.head)
-        self.head_weights = _weights(self.head)
+        self.head_weights = product_arguments(self.head)
 
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, batch: PackedBatch, rows: torch.Tensor | None = None
@@ -80,7 +80,7 @@ class FusedDecoder:
                 raise _refusal(self.lm, "its projections cannot be merged any more")
         for layer in self.layers:
             layer.refresh()
-        self.head_weights = _weights(self.head)
+        self.head_weights = product_arguments(self.head)
         return bool(moved)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -117,7 +117,7 @@ class FusedLayer:
         """Looks up where the weights are."""
         merged = self.qkv.whole, self.gate_up.whole
         self.qkv_weights, self.gate_up_weights, self.out_weights, self.down_weights = map(
-            _weights, (*merged, self.out, self.down)
+            product_arguments, (*merged, self.out, self.down)
         )
 
     def __call__(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
@@ -141,7 +141,7 @@ class FusedLayer:
         return product(inner, **self.down_weights, add_to=hidden)
 
 
-def _weights(linear: nn.Module) -> dict[str, torch.Tensor | None]:
+def product_arguments(linear: nn.Module) -> dict[str, torch.Tensor | None]:
     """The arguments of `product` that stand for a linear layer, in floats or int8."""
     found = {"weight": linear.weight, "scale": getattr(linear, "scale", None), "bias": linear.bias}
     if type(linear) is Int8Linear and not linear.weight_only:
