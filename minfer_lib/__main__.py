@@ -435,6 +435,7 @@ def info(args: argparse.Namespace) -> int:
     from .engine.cache_size import available_bytes
     from .models import packaged
     from .models.memory import GB
+    from .kernels.compiled_parts import why_not as no_compiled_parts
     from .quant.products import DYNAMIC, describe_products, why_not
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -445,6 +446,7 @@ def info(args: argparse.Namespace) -> int:
     else:
         state = "not installed; run `make model`"
     limit = host.memory_limit()
+    kernels = f"torch: {reason}" if (reason := no_compiled_parts()) else "C"
     lines = {
         "minfer": version_of("minfer"),
         "python": platform.python_version(),
@@ -462,7 +464,7 @@ def info(args: argparse.Namespace) -> int:
         "attention": describe_backends(device, torch.float32),
         "fast path": "on by default: fused layers where they can be, else compiled, in CUDA graphs"
         if device.type == "cuda"
-        else "off by default without a GPU",
+        else f"off by default without a GPU; --fast on fuses layers, with kernels in {kernels}",
         "int8": describe_products(device.type),
     }
     lines |= {f"int8 without {name}": reason for name in DYNAMIC if (reason := why_not(name))}

@@ -74,8 +74,9 @@ class LLMEngine(Engine):
       the model's limit, at most 2,048, less where slots would not fit in memory (a warning says so).
     fast: remove launches, the work between them and waiting for the host (`fast`). True takes the first way that this
       model and device can go, and proves it: "fused" (our own layers), "compiled" (the model's, through torch.compile),
-      "graph" (the model's, as they are, in a CUDA graph); each may be asked for by name. "auto" is True on CUDA and
-      False on a CPU. `fast_path` says which way it went.
+      "graph" (the model's, as they are, in a CUDA graph); each may be asked for by name. On a CPU, which has no graphs,
+      kernels in C do what lies between the products, and products of few rows, where there is a C compiler. "auto" is
+      True on CUDA and False on a CPU. `fast_path` says which way it went.
     scheduler: a `Scheduler` class, or an object with its methods. backend: "auto", "torch", "compiled", "triton" or an
       `AttentionBackend`.
     clock: seconds as a float; tests inject their own. trace: keep a `StepTrace` of every step in `steps`.
