@@ -39,7 +39,7 @@ help:
 	@echo "make lab         open chapter 1 in JupyterLab"
 	@echo "make test        run the tests and execute every notebook, in the short form that CI uses"
 	@echo "make test-browser  read every chapter in a browser: run it, move its sliders, answer an exercise (needs Chromium)"
-	@echo "make quick       what to run before each commit: style, and all tests but the slow ones (90 seconds)"
+	@echo "make quick       what to run before each commit: style, and all tests but the slow ones (about two minutes)"
 	@echo "make mutants     change the code at one place after the other, and see whether the tests notice (half an hour)"
 	@echo "make test-min    the quick tests with the oldest versions of everything, in .venv-min"
 	@echo "make test-install  chapter 1 in a new environment that has torch and Jupyter, as Colab does (minutes, needs the network)"

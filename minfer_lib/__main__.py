@@ -244,6 +244,8 @@ def generate(args: argparse.Namespace) -> int:
     text = typed().read() if args.prompt == "-" else args.prompt
     check_readable(text)
     system, params = asked_in(args)
+    if params.n > 1 and not params.temperature:
+        print(f"--n {params.n} without --temperature: all answers are the same.", file=sys.stderr)
     lm, engine = load(args)
     prompt = prompt_of(lm, text, system, raw=args.raw, chat=args.chat)
     if args.json:
@@ -433,9 +435,9 @@ def info(args: argparse.Namespace) -> int:
 
     from .attention.backends import describe_backends
     from .engine.cache_size import available_bytes
+    from .kernels.compiled_parts import why_not as no_compiled_parts
     from .models import packaged
     from .models.memory import GB
-    from .kernels.compiled_parts import why_not as no_compiled_parts
     from .quant.products import DYNAMIC, describe_products, why_not
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

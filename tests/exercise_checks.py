@@ -44,7 +44,10 @@ class ExerciseChecks:
 
         name = exercise.name
         assert exercise.check(stub) is False
-        assert capsys.readouterr().out == f"{name}: not solved yet. Replace the ... in it, then run the cell again.\n"
+        assert capsys.readouterr().out == (
+            f"{name}: not solved yet. Replace the ... in it, then run the cell again. "
+            f"For a hint: check_{name}(hint=1), then hint=2.\n"
+        )
         for solution in (self.solutions[name], exercise.solution):
             assert exercise.check(solution) is True
             assert capsys.readouterr().out.startswith(f"{name}: right, in all ")

@@ -101,6 +101,20 @@ def test_what_is_not_finite_stays_visible_and_in_its_row(kind: str):
 
 
 @needs_kernels
+def test_dtypes_that_differ_are_brought_together():
+    x = randn(3, 64).bfloat16()
+    for kind in ("dynamic", "weight-only", "floats"):
+        given = arguments(kind, 8, 64, torch.float32, True)
+        given["bias"] = given["bias"].bfloat16()
+        assert close(product(x, **given), wanted_of(x, given), torch.bfloat16)
+    gain = randn(64, seed=1)
+    wanted = reference_parts.rms_norm(x, gain, 1e-5)
+    assert torch.equal(compiled_parts.rms_norm(x, gain, 1e-5), wanted)
+    weight = randn(64, 8).T
+    assert close(product(x.float(), weight), x.double() @ weight.double().T, torch.float32)
+
+
+@needs_kernels
 def test_numbers_that_the_kernel_does_not_take_go_another_way():
     x, given = randn(3, 64).double(), arguments("weight-only", 8, 64, torch.float32, False)
     assert close(product(x, **given), wanted_of(x, given), torch.float32)

@@ -129,7 +129,7 @@ def compare(
         warnings.filterwarnings("ignore", "Interrupted:")  # an engine says it of its answers, a note of the rows
         try:
             for each in measured:
-                bar.set_description(f"{each.name}, warming up")
+                bar.set_description(f"{each.name}, warming up", refresh=False)
                 run_workload(each.engine, workload.warm_up() if each.once or fast_mode() else workload)
                 bar.update()
             _rounds(measured, workload, repeats, seconds, bar)
@@ -177,7 +177,7 @@ def _rounds(measured: list[Measured], workload: Workload, repeats: int | None, s
         for each in measured[first:] + measured[:first]:
             if each.once and each.runs:
                 continue
-            bar.set_description(f"{each.name}, round {turn + 1}")
+            bar.set_description(f"{each.name}, round {turn + 1}", refresh=False)
             while timed_run(each, workload).disturbed and each.again < AGAIN:
                 each.again += 1
             bar.update()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-FAST_LABEL = "fast mode: short lengths, one repeat; do not quote these figures"
+FAST_LABEL = "fast mode: as short and as seldom as it goes; do not quote these figures"
 
 
 def fast_mode() -> bool:

@@ -125,7 +125,7 @@ def _swept(
             for turn in range(repeats):
                 first = turn % max(1, len(here))
                 for each in here[first:] + here[:first]:
-                    bar.set_description(f"{each.name} at {x:g}")
+                    bar.set_description(f"{each.name} at {x:g}", refresh=False)
                     run(each, x, turn)
                     bar.update()
             for each in here:

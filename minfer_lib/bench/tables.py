@@ -36,6 +36,9 @@ class Column:
     wide: bool = False
 
 
+UNSTEADY = 1.2  # times that one measurement of the read bandwidth may be another
+
+
 def number(value: float | None, digits: int | None = None) -> str:
     """Three significant digits, or so many decimals; empty for None."""
     if value is None or pd.isna(value):
@@ -72,7 +75,7 @@ LADDER = [
     Column("weights", _figure("weights"), TEXT),
     Column("tokens/s", _figure("tokens_per_s"), number, "output tokens of all requests / wall time, median"),
     Column("low to high", _spread("tokens_per_s"), low_to_high, "the slowest and the fastest run"),
-    Column("runs", lambda row: len(row.runs) or None, number, wide=True),
+    Column("runs", lambda row: len(row.runs) or None, lambda runs: number(runs, 0), wide=True),
     Column("ratio", lambda row: None, TEXT, "tokens/s over those of the first row"),
     Column("steps", _figure("steps"), lambda v: number(v, 0), "calls of the model"),
     Column("tokens a step", _figure("tokens_per_step"), number, "output tokens / steps"),
@@ -213,7 +216,9 @@ def footnotes(result: Result) -> list[str]:
     if any(getattr(row, "floor_ms", None) for row in result.rows) and facts.get("bandwidth_gb_per_s"):
         found = facts["bandwidth_gb_per_s"]
         both = found if isinstance(found, list | tuple) else [found]
-        lines.append(f"read bandwidth measured: {' and '.join(f'{value:g}' for value in sorted(set(both)))} GB/s")
+        told = " before and after the runs" if len(both) > 1 else ""
+        doubt = ", so far apart that shares of the floor are rough" if max(both) > UNSTEADY * min(both) else ""
+        lines.append(f"read bandwidth{told}: {' and '.join(f'{value:g}' for value in both)} GB/s{doubt}")
     versions = [f"{key} {facts[key]}" for key in ("python", "torch", "transformers", "triton") if facts.get(key)]
     commit = f"commit {facts['commit']}" if facts.get("commit") else "no commit"
     return [*lines, ", ".join([*versions, commit, str(facts["date"])])]

@@ -99,8 +99,8 @@ def check_arrivals(arrivals: Sequence[float], requests: int) -> None:
 
 
 def course(lm: LanguageModel) -> Workload:
-    """The course workload, which every chapter closes on: twelve requests, of which the third is far longer than the
-    others, and which are meant to run four at a time (`RUNNING`).
+    """The course workload, small enough for every engine of the course: twelve requests that are meant to run four at a
+    time (`RUNNING`), of which the third is far longer than the others.
 
     The long one makes a padded batch wait and a slot stand nearly empty; all are short enough for the naive loop on two
     cores. Fast mode does not shorten it.

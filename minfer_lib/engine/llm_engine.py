@@ -119,7 +119,7 @@ class LLMEngine(Engine):
             raise must_be("enable_prefix_caching", "True or False", enable_prefix_caching)
         self.max_num_seqs = integer("max_num_seqs", max_num_seqs, at_least=1, at_most=2**20)
         self.max_num_batched_tokens = integer("max_num_batched_tokens", max_num_batched_tokens, at_least=1)
-        self.kv_cache = kv_cache
+        self.kv_cache, self.kv_cache_dtype = kv_cache, kv_cache_dtype
         if type(self).name == Engine.name:  # else a class that builds on this one has a name of its own
             self.name = kv_cache if isinstance(kv_cache, str) else "paged"
         if fast == "auto" and lm.device.type != "cuda":

@@ -35,7 +35,8 @@ def product(
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `products.product`."""
-    if x.dtype in KINDS and (scale is not None or len(x) <= FEW):
+    few = len(x) <= FEW and weight.dtype in KINDS and weight.is_contiguous()
+    if x.dtype in KINDS and (few or scale is not None):
         return compiled_product(x, weight, scale, bias, sums=sums, smoothing=smoothing, gated=gated, add_to=add_to)
     if sums is None:
         return reference_parts.product(x, weight, scale, bias, gated=gated, add_to=add_to)
@@ -45,7 +46,7 @@ def product(
 
 def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
     """As `triton.fused_parts.rms_norm`."""
-    if x.dtype not in KINDS:
+    if x.dtype not in KINDS or gain.dtype != x.dtype:
         return reference_parts.rms_norm(x, gain, eps)
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     size = x.shape[-1]
@@ -63,7 +64,8 @@ def rope_cache(
     """As `triton.fused_parts.rope_cache`."""
     reference_parts.check_rope_cache(qkv, cos, sin, slots, keys, values, heads, kv_heads)
     tokens, dim = len(qkv), keys.shape[2]
-    if qkv.dtype not in KINDS or keys.dtype not in (qkv.dtype, torch.int8) or dim > MOST:
+    given = [part.dtype for part in (cos, sin, q_gain, k_gain) if part is not None]
+    if set(given) != {qkv.dtype} or qkv.dtype not in KINDS or keys.dtype not in (qkv.dtype, torch.int8) or dim > MOST:
         return reference_parts.rope_cache(
             qkv, cos, sin, q_gain, k_gain, slots, keys, values, eps, heads, kv_heads, key_scales, value_scales
         )

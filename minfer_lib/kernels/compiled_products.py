@@ -31,13 +31,15 @@ def compiled_product(
 ) -> torch.Tensor:
     """As `products.product`: x [m, k] -> [m, n], or gated [m, n / 2], in x's dtype, float32 or bfloat16.
 
-    weight [n, k], in x's dtype or int8 codes with their scale [n] in float32; bias [n] in float32, or in the dtype of
-    float weights. sums int32 [n], 128 x the sum of each row of codes: x becomes int8 too, each row with a scale of its
-    own (None: it stays as it is), and is divided by smoothing [k] first.
+    weight [n, k], contiguous, in float32, bfloat16, or int8 codes with their scale [n] in float32; bias [n]. sums int32
+    [n], 128 x the sum of each row of codes: x becomes int8 too, each row with a scale of its own (None: it stays as it
+    is), and is divided by smoothing [k] first.
     """
     m, (n, k) = len(x), weight.shape
     width = n // 2 if gated else n
     x = x.contiguous()
+    if bias is not None:
+        bias = bias.to(torch.float32 if scale is not None else weight.dtype)
     out = torch.empty(m, width, dtype=x.dtype) if add_to is None else add_to
     tensors = (x, out, weight, sums, scale, bias, smoothing)
     code = c_function()(

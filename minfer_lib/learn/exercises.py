@@ -115,7 +115,10 @@ class Exercise:
             return False
         outcomes = [self.outcome(answer, case) for case in self.cases] if callable(answer) else []
         if not outcomes or any(_unfinished(outcome) for outcome in outcomes) or _is_stub(answer):
-            print(f"{self.name}: not solved yet. Replace the ... in it, then run the cell again.")
+            print(
+                f"{self.name}: not solved yet. Replace the ... in it, then run the cell again. "
+                f"For a hint: check_{self.name}(hint=1), then hint=2."
+            )
             return False
         wrong = [n for n, (o, c) in enumerate(zip(outcomes, self.cases, strict=True)) if not self._right(o, c)]
         if wrong:
@@ -168,7 +171,8 @@ class Exercise:
         mistake = self.explain(outcomes, wrong)
         if mistake is not None:
             return "\n".join([*lines, f"Hint: {mistake.hint}"])
-        what = difference(outcome.value, case.expected, self.tolerance) if outcome.error is None else None
+        told = outcome.error is not None or isinstance(case.expected, int | float | str)  # all that there is to tell
+        what = None if told else difference(outcome.value, case.expected, self.tolerance)
         if outcome.error is None and all(outcomes[n].value is None for n in wrong):
             what = "your function returned None: does every way through it end with `return`?"
         if what:

@@ -138,7 +138,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=folder.name + PARTIAL, dir=folder.parent))
     try:
         name = f"converting {MODEL_NAME} (once)"
-        with without_progress_bars(), tqdm(total=4, desc=name, unit="step", leave=False) as steps:
+        with without_progress_bars(), tqdm(total=4, desc=name, unit="step") as steps:
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
             steps.update()
             # dequantize=True said explicitly: without it the model keeps a quantiser that refuses to be saved

@@ -187,17 +187,24 @@ typedef struct {
     const uint8_t *codes;
 } input;
 
+/* `count` numbers of four bytes, and what does not matter behind them. */
+ALWAYS float4 four_numbers(const void *p, int64_t first, int count) {
+    float4 v = {0};
+    if (count == COLUMNS) memcpy(&v, (const float *)p + first, sizeof v);
+    else memcpy(&v, (const float *)p + first, (size_t)count * sizeof(float));
+    return v;
+}
+
 /* Outputs first..first + 3 of `tokens` tokens from the r-th on; of `count` that there are, the last stands for more. */
 ALWAYS void outputs(const call *l, input in, int tokens, int64_t r, int64_t first, int count, float4 *y) {
     const int64_t k = l->k;
     const int kind = l->weight_kind;
     const float *x = in.rows + r * k;
     const char *w[COLUMNS];
-    int64_t of[COLUMNS];
-    UNROLL for (int c = 0; c < COLUMNS; c++) of[c] = first + (c < count ? c : count - 1);
-    UNROLL for (int c = 0; c < COLUMNS; c++) w[c] = (const char *)l->w + of[c] * k * size_of(kind);
+    UNROLL for (int c = 0; c < COLUMNS; c++)
+        w[c] = (const char *)l->w + (first + (c < count ? c : count - 1)) * k * size_of(kind);
     if (l->sums) {
-        const int4 offset = {l->sums[of[0]], l->sums[of[1]], l->sums[of[2]], l->sums[of[3]]};
+        const int4 offset = (int4)four_numbers(l->sums, first, count);
         int4 found[TOKENS];
         int_tile(tokens, in.codes + r * aligned(k), w, k, found);
         UNROLL for (int i = 0; i < tokens; i++)
@@ -206,7 +213,7 @@ ALWAYS void outputs(const call *l, input in, int tokens, int64_t r, int64_t firs
     else if (kind == FLOAT32) float_tile(tokens, FLOAT32, x, w, k, y);
     else float_tile(tokens, BFLOAT16, x, w, k, y);
     if (l->scale) {
-        const float4 scale = {l->scale[of[0]], l->scale[of[1]], l->scale[of[2]], l->scale[of[3]]};
+        const float4 scale = four_numbers(l->scale, first, count);
         UNROLL for (int i = 0; i < tokens; i++) y[i] *= scale;
     }
     /* the scale of the weights first: that of a huge token could lead beyond float32 */
@@ -214,7 +221,7 @@ ALWAYS void outputs(const call *l, input in, int tokens, int64_t r, int64_t firs
     if (l->bias) {
         const int bias_kind = kind == BFLOAT16 ? BFLOAT16 : FLOAT32;
         UNROLL for (int c = 0; c < COLUMNS; c++) {
-            const float bias = number_at(bias_kind, l->bias, of[c]);
+            const float bias = number_at(bias_kind, l->bias, first + (c < count ? c : count - 1));
             UNROLL for (int i = 0; i < tokens; i++) y[i][c] += bias;
         }
     }

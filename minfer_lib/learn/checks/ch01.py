@@ -32,7 +32,7 @@ def _draw_kv_bytes(kv_bytes: Function) -> Any:
 check_kv_bytes = Exercise(
     kv_bytes,
     cases=(
-        Case((1, 1, 1, 1, 1, 1), 2, "one number for the key, one for the value"),
+        Case((1, 4, 1, 1, 1, 1), 2, "one number for the key, one for the value"),
         Case((32, 32, 32, 128, 2048, 2), 1_073_741_824, "32 layers, 32 heads, fp16"),
         Case((32, 32, 8, 128, 2048, 2), 268_435_456, "the same with grouped-query attention"),
         Case((30, 9, 3, 64, 1, 4), 46_080, "one token of SmolLM2-135M in fp32"),
