@@ -136,7 +136,7 @@ def test_transformers_beside_itself(tmp_path, capsys):
 
 def test_llama_cpp_gives_the_tokens_of_the_same_weights():
     lc = pytest.importorskip("llama_cpp", reason=f"llama.cpp is not installed. {llama_cpp.INSTALL}")
-    gguf = str(packaged._find_gguf())
+    gguf = str(packaged.find_gguf())
     lm = load_model(device="cpu", dtype="float32")  # the same weights
     prompts = [lm.encode(text) for text in ("The capital of France is", "Alice was beginning to get", "One, two,")]
     lengths = [4, 6, 3]

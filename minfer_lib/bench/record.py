@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,11 +18,13 @@ import torch
 from ..engine.llm_engine import LLMEngine
 from ..engine.serial import CachedEngine, NaiveEngine
 from ..errors import BadEnvironment, MinferError, one_of
+from ..models import packaged
 from ..models.load import LanguageModel, load_model
 from . import cheaper, machine
 from .baselines import HFSerial, HFStaticBatch
 from .comparison import compare
 from .decomposition import decompose
+from .peers.llama_cpp import LlamaCpp
 from .results import RECORDED, Result
 from .rungs import ladder
 from .sweeps import frontier, latency_curve
@@ -77,6 +80,23 @@ def _decomposition(lm: LanguageModel) -> Result:
     notes = [f"{each.engine}: {each.disturbed}" for each in found if each.disturbed]
     cells = [cell for each in found for cell in each.cells()]
     return Result("table", cells, {}, machine.provenance_of(lm), (f"context of {found[0].context} tokens", *notes))
+
+
+def cpu_fast() -> Result:
+    """The fast path of a CPU beside plain engines, in three kinds of weights, and llama.cpp where it is installed."""
+    whole = load_model(device="cpu", dtype="float32")
+    half = load_model(device="cpu", dtype="bfloat16")
+    int8 = cheaper.int8(half, skip=(), embedding=True)
+    limits = {"kv_cache": "paged", "max_num_seqs": 32, "max_model_len": 128, "enable_prefix_caching": False}
+    engines = [
+        (f"{name}, fast" if fast else name, LLMEngine(lm, fast=fast, **limits))
+        for name, lm in (("float32", whole), ("bfloat16", half), ("int8", int8))
+        for fast in (False, True)
+    ]
+    if importlib.util.find_spec("llama_cpp"):
+        gguf = str(packaged.find_gguf())
+        engines += [LlamaCpp(half, gguf, kind, slots=32, longest=128) for kind in ("q8_0", "bf16")]
+    return frontier(engines, at_once=(1, 8, 32), prompt_len=16, output_len=64, repeats=5)
 
 
 def h200_ladder(batch: int) -> Result:
@@ -149,6 +169,7 @@ RECIPES: dict[str, Callable[[], Result]] = {
     "cpu_frontier": cpu_frontier,
     "cpu_arrivals": cpu_arrivals,
     "cpu_decomposition": cpu_decomposition,
+    "cpu_fast": cpu_fast,
     **{f"h200_batch{batch}": (lambda batch=batch: h200_ladder(batch)) for batch in (1, 4, 8)},
     "h200_frontier": h200_frontier,
     "h200_fast": h200_fast,

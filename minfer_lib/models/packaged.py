@@ -42,7 +42,7 @@ def packaged_model() -> Path:
     folder = cache_root() / MODEL_NAME.lower()
     if is_intact(folder):
         return folder
-    source = _find_gguf()  # before anything is created, so that its error comes first
+    source = find_gguf()  # before anything is created, so that its error comes first
     from filelock import FileLock  # comes with torch
     from safetensors import SafetensorError  # what weights raise that do not fit on the disk
 
@@ -99,7 +99,7 @@ def _package_version() -> str | None:
         return None
 
 
-def _find_gguf() -> Path:
+def find_gguf() -> Path:
     # Found, not imported: importing it would need llama_cpp, which it does not bring when installed without
     # dependencies.
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))

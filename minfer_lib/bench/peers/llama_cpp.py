@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,11 @@ import numpy as np
 import torch
 
 from ...errors import GenerationFailed, InvalidParameter
+from ...generation.params import SamplingParams
+from ...generation.prompts import make_requests
+from ...generation.request import RequestOutput
+from ...models.load import LanguageModel
+from ..baselines import check_supported
 from ..results import Result
 from .common import Peer, Sizes, measure, parser, peer_module, run, works
 
@@ -52,8 +59,10 @@ class Llama:
         """Tokens made of each request; temperature has no say."""
         return [len(answer) for answer in self.answers(prompts, lengths)]
 
-    def answers(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-        """The greedy tokens of each request."""
+    def answers(
+        self, prompts: list[list[int]], lengths: list[int], tell: Callable[[int, int], None] | None = None
+    ) -> list[list[int]]:
+        """The greedy tokens of each request; `tell` is called with a request's number and each token when it is there."""
         lc, batch = self.lc, self.batch
         lc.llama_memory_clear(self.memory, True)
         found: list[list[int]] = [[] for _ in prompts]
@@ -75,6 +84,8 @@ class Llama:
                 at = running[sequence]
                 logits = np.ctypeslib.as_array(lc.llama_get_logits_ith(self.context, row), (self.vocab_size,))
                 found[at].append(int(logits.argmax()))
+                if tell is not None:
+                    tell(at, found[at][-1])
                 if len(found[at]) == lengths[at]:
                     lc.llama_memory_seq_rm(self.memory, sequence, -1, -1)
                     del running[sequence]
@@ -93,6 +104,40 @@ class Llama:
         self.lc.llama_batch_free(self.batch)
         self.lc.llama_free(self.context)
         self.lc.llama_model_free(self.model)
+
+
+class LlamaCpp:
+    """llama.cpp as an engine that is measured beside ours, in one process and in turns.
+
+    lm: the same model as we load it, for its tokenizer and limits. gguf: the file; kind: a key of TYPES.
+    """
+
+    def __init__(self, lm: LanguageModel, gguf: str, kind: str, *, slots: int, longest: int) -> None:
+        self.lm, self.name = lm, f"llama.cpp, {kind}"
+        lc = peer_module("llama_cpp", INSTALL)
+        self._quiet = lc.llama_log_callback(lambda *_: None)
+        lc.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        threads = torch.get_num_threads()
+        with converted(lc, gguf, kind) as path:
+            self.llama = Llama(lc, path, slots, longest, threads, False)
+        self.settings = (
+            f"weights {kind}, at most {slots} sequences at once, {threads} threads, a cache for each sequence"
+        )
+        self._ids, self._longest = map(str, itertools.count()), longest
+
+    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        """Answers in input order; all requests arrive at the call. Greedy only: raises `InvalidParameter` otherwise."""
+        began = time.perf_counter()
+        requests = make_requests(self.lm, prompts, params, max_model_len=self._longest, now=began, ids=self._ids)
+        check_supported(requests)
+        for request in requests:
+            request.metrics.first_scheduled = began
+        self.llama.answers(
+            [request.prompt_token_ids for request in requests],
+            [request.params.max_tokens for request in requests],
+            lambda at, token: requests[at].append(token, None, time.perf_counter()),
+        )
+        return [request.output() for request in requests]
 
 
 @contextmanager
