@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 
+from ..models.host import instruction_sets
 from . import compiled, reference_parts
 from .compiled_products import compiled_product
 
@@ -20,7 +21,9 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1}
 NORM = struct.Struct("@3P2qfi")  # `norm_call` in parts.c: 3 pointers, 2 sizes, eps, kind
 ROPE = struct.Struct("@11P4qf2i")  # `rope_call`: 11 pointers, 4 sizes, eps, kinds of the rows and of the pools
 MOST = 1024  # numbers of a head
-FEW = 8  # rows of floats up to which reading the weights decides, and not the arithmetic, which torch is better at
+# Rows of floats up to which our products are the faster ones: while reading the weights decides. With more rows the
+# arithmetic does, which torch is better at, sooner where the CPU multiplies bfloat16 itself.
+FEW = {torch.float32: 64, torch.bfloat16: 8 if {"avx512_bf16", "amx_bf16", "bf16"} & set(instruction_sets()) else 64}
 
 
 def product(
@@ -35,7 +38,7 @@ def product(
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `products.product`."""
-    few = len(x) <= FEW and weight.dtype in KINDS and weight.is_contiguous()
+    few = weight.dtype in FEW and len(x) <= FEW[weight.dtype] and weight.is_contiguous()
     if x.dtype in KINDS and (few or scale is not None):
         return compiled_product(x, weight, scale, bias, sums=sums, smoothing=smoothing, gated=gated, add_to=add_to)
     if sums is None:

@@ -62,7 +62,7 @@ class Llama:
     def answers(
         self, prompts: list[list[int]], lengths: list[int], tell: Callable[[int, int], None] | None = None
     ) -> list[list[int]]:
-        """The greedy tokens of each request; `tell` is called with a request's number and each token when it is there."""
+        """The greedy tokens of each request; `tell` hears a request's number and each token as soon as it is there."""
         lc, batch = self.lc, self.batch
         lc.llama_memory_clear(self.memory, True)
         found: list[list[int]] = [[] for _ in prompts]

@@ -30,7 +30,7 @@ typedef struct {
 
 enum { COLUMNS = 4 };
 #define NEAR 16384  /* bytes of w that all tokens take in turn, so that they stay in a core's nearest cache */
-#define SMALL 16384  /* bytes of w below which a second thread costs more than it does */
+#define SMALL 16384  /* numbers below which a second thread costs more than it does */
 #define MOST 128  /* tokens that are computed together; more of them gain nothing from sharing a read of w */
 
 typedef float float4 __attribute__((vector_size(16)));
@@ -147,6 +147,7 @@ ALWAYS void int_tile(int tokens, const uint8_t *restrict x, const char *const *w
     } else for (int64_t j = 0; j < end; j += BYTES) {
         bytes v[COLUMNS];
         UNROLL for (int c = 0; c < COLUMNS; c++) v[c] = load(w[c] + j);
+        UNROLL for (int c = 0; c < COLUMNS; c++) HOLD(v[c]);
         UNROLL for (int r = 0; r < tokens; r++) {
             const bytes u = load(x + r * step + j);
             UNROLL for (int c = 0; c < COLUMNS; c++) s[r][c] = dot(s[r][c], u, v[c]);
@@ -167,11 +168,16 @@ ALWAYS void float_tile(int tokens, int kind, const float *restrict x, const char
     if (tokens == 1) {
         UNROLL for (int c = 0; c < COLUMNS; c++)
             for (int64_t j = 0; j < end; j += LANES) s[0][c] += floats_at(x + j) * numbers_at(kind, w[c], j);
-    } else for (int64_t j = 0; j < end; j += LANES)
+    } else for (int64_t j = 0; j < end; j += LANES) {
+        vec u[TOKENS];
+        UNROLL for (int r = 0; r < tokens; r++) u[r] = floats_at(x + r * k + j);
+        UNROLL for (int r = 0; r < tokens; r++) HOLD(u[r]);
         UNROLL for (int c = 0; c < COLUMNS; c++) {
-            const vec v = numbers_at(kind, w[c], j);
-            UNROLL for (int r = 0; r < tokens; r++) s[r][c] += floats_at(x + r * k + j) * v;
+            vec v = numbers_at(kind, w[c], j);
+            HOLD(v);
+            UNROLL for (int r = 0; r < tokens; r++) s[r][c] += u[r] * v;
         }
+    }
     UNROLL for (int r = 0; r < tokens; r++) {
         sums_of_four(s[r][0], s[r][1], s[r][2], s[r][3], (float *)(out + r));
         for (int64_t j = end; j < k; j++)
@@ -290,19 +296,22 @@ static void prepare(const call *l, int64_t r, const float *inverse, float *rows,
     if (codes) row_scale[r] = quantize_row(rows + r * k, inverse, k, codes + r * aligned(k));
 }
 
-/* Asks for the weights of a tile before they are needed: short rows side by side stop the hardware's own guess. */
-static void ask_for(const call *l, int64_t t) {
-    const int64_t bytes = COLUMNS * l->k * size_of(l->weight_kind), half = l->n / 2 * l->k * size_of(l->weight_kind);
-    const char *w = (const char *)l->w + t * bytes;
-    for (int64_t j = 0; j < bytes; j += 64) __builtin_prefetch(w + j);
-    if (l->gated) for (int64_t j = 0; j < bytes; j += 64) __builtin_prefetch(w + half + j);
+/* Brings four rows of w to the nearest cache, byte after byte, as memory is fastest at: side by side they take twice as
+   long to come. */
+static void fetch(const call *l, int64_t first) {
+    const int64_t step = l->k * size_of(l->weight_kind);
+    const volatile char *w = (const char *)l->w + first * step;
+    for (int64_t j = 0; j < COLUMNS * step && first * step + j < l->n * step; j += 64) (void)w[j];
 }
 
 /* Tiles begin..end - 1, which all tokens take in turn. */
 static void piece(const call *l, input in, int64_t begin, int64_t end) {
+    if (l->m >= TOKENS) for (int64_t t = begin; t < end; t++) {
+        fetch(l, t * COLUMNS);
+        if (l->gated) fetch(l, l->n / 2 + t * COLUMNS);
+    }
     for (int64_t r = 0; r < l->m; r += TOKENS)
         for (int64_t t = begin; t < end; t++) {
-            if (r == 0 && l->m > 1) ask_for(l, t + end - begin);
             if (r + TOKENS <= l->m) tile(l, in, TOKENS, r, t * COLUMNS);
             else for (int64_t i = r; i < l->m; i++) tile(l, in, 1, i, t * COLUMNS);
         }
@@ -315,15 +324,12 @@ static void multiply(const call *l, const float *inverse, float *rows, uint8_t *
     const int64_t m = l->m, k = l->k, width = l->gated ? l->n / 2 : l->n, tiles = (width + COLUMNS - 1) / COLUMNS;
     const int64_t group = NEAR / (COLUMNS * k * size_of(l->weight_kind)) + 1, pieces = (tiles + group - 1) / group;
     const input in = {rows ? rows : l->x, row_scale, codes};
-    if (m == 1) prepare(l, 0, inverse, rows, codes, row_scale);
-    if (l->n * k <= SMALL) {
-        for (int64_t r = 0; r < m && m > 1; r++) prepare(l, r, inverse, rows, codes, row_scale);
-        piece(l, in, 0, tiles);
-        return;
-    }
+    const int alone = m * k <= SMALL; /* to wait for a second thread would take longer */
+    if (alone) for (int64_t r = 0; r < m; r++) prepare(l, r, inverse, rows, codes, row_scale);
+    if (alone && l->n * k <= SMALL) { piece(l, in, 0, tiles); return; }
 #pragma omp parallel
     {
-        if (m > 1) {
+        if (!alone) {
 #pragma omp for schedule(static)
             for (int64_t r = 0; r < m; r++) prepare(l, r, inverse, rows, codes, row_scale);
         }

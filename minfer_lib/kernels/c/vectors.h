@@ -25,6 +25,16 @@ enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3 };
 #if LANES > 4
 #include <immintrin.h>
 #endif
+/* Keeps a value in a register: GCC reads again from memory what it has just loaded, if it can be part of a product. */
+#if defined(__AVX512F__)
+#define HOLD(v) __asm__("" : "+v"(v))
+#elif defined(__SSE2__)
+#define HOLD(v) __asm__("" : "+x"(v))
+#elif defined(__aarch64__)
+#define HOLD(v) __asm__("" : "+w"(v))
+#else
+#define HOLD(v)
+#endif
 #define ALWAYS static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 
