@@ -189,7 +189,7 @@ def test_every_part_of_a_kernel_that_a_chapter_shows_is_there():
 def test_kernels_that_are_not_there_are_told():
     with pytest.raises(InvalidParameter, match=r"'c/no\.c'.* `c/products\.c`"):
         show_kernel("c/no.c")
-    with pytest.raises(InvalidParameter, match=r"products\.c has `dot32`, `product` or `quantize_row`"):
+    with pytest.raises(InvalidParameter, match=r"products\.c has `dot32`, `outputs` or `quantize_row`"):
         show_kernel("c/products.c", "nothing")
     with pytest.raises(InvalidParameter, match=r"paged_kernels\.py has .*`merge_kernel`"):
         show_kernel("triton/paged_kernels.py", "nothing")

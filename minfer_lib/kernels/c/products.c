@@ -201,6 +201,7 @@ ALWAYS float4 four_numbers(const void *p, int64_t first, int count) {
     return v;
 }
 
+/* [outputs] */
 /* Outputs first..first + 3 of `tokens` tokens from the r-th on; of `count` that there are, the last stands for more. */
 ALWAYS void outputs(const call *l, input in, int tokens, int64_t r, int64_t first, int count, float4 *y) {
     const int64_t k = l->k;
@@ -232,6 +233,7 @@ ALWAYS void outputs(const call *l, input in, int tokens, int64_t r, int64_t firs
         }
     }
 }
+/* [end] */
 
 /* y = y / (1 + e^-y) * up, as many numbers at a time as a vector has; where it comes near zero from below, zero. */
 ALWAYS void gate(float4 *y, const float4 *up, int tokens) {
@@ -317,7 +319,6 @@ static void piece(const call *l, input in, int64_t begin, int64_t end) {
         }
 }
 
-/* [product] */
 /* l->m tokens, at most MOST of them. inverse: 1 / smoothing, [k] or NULL; rows: room for m x k floats, NULL
    where x is read as it is; codes: for m x aligned(k) bytes, and row_scale for m floats, NULL where x stays. */
 static void multiply(const call *l, const float *inverse, float *rows, uint8_t *codes, float *row_scale) {
@@ -337,8 +338,6 @@ static void multiply(const call *l, const float *inverse, float *rows, uint8_t *
         for (int64_t p = 0; p < pieces; p++) piece(l, in, p * group, p + 1 < pieces ? (p + 1) * group : tiles);
     }
 }
-/* [end] */
-
 /* Returns 0, or 1 without memory. */
 int product(const call *whole) {
     call l = *whole;
