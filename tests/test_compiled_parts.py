@@ -66,7 +66,7 @@ def wanted_of(x: torch.Tensor, given: dict[str, torch.Tensor | None]) -> torch.T
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["floats", "dynamic", "weight-only"])
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 3), (6, 64), (37, 129), (38, 577), (64, 256), (96, 1)])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 3), (3, 0), (6, 64), (37, 129), (38, 577), (64, 256), (96, 1)])
 def test_products(kind: str, n: int, k: int, dtype: torch.dtype):
     for m, bias in itertools.product((1, 2, 3, 4, 6, 131), (False, True)):
         x, given = randn(m, k).to(dtype), arguments(kind, n, k, dtype, bias)

@@ -286,6 +286,8 @@ class LLMEngine(Engine):
         heapq.heapify(self._deadlines)
         for request in sorted(requests, key=lambda request: request.arrival):
             request.restore(now)
+            if not request.finished and request.num_tokens > self.kv_tokens:  # its last token filled the cache
+                request.finish("length", now, stop_reason="kv_cache_full")
             if not request.finished:
                 self.scheduler.add(request)
             elif not request.delivered:

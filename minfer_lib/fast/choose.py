@@ -80,4 +80,5 @@ def make_ahead(engine: Any) -> Ahead | None:
     """Steps that are launched ahead, where the scheduler is ours in what it decides about a step."""
     scheduler = engine.scheduler
     ours = isinstance(scheduler, Scheduler) and type(scheduler).schedule is Scheduler.schedule
+    ours = ours and "schedule" not in vars(scheduler)
     return Ahead(engine) if ours and isinstance(engine.runner, FastRunner) else None

@@ -12,6 +12,7 @@ computed again.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +110,8 @@ class FastRunner(ModelRunner):
         self._around = Surroundings(self.lm.model)
         self._calls = self._around.calls()
         self.reasons: list[str] = []  # why no faster way
+        self.left = ""  # why the fast decoder does not run for now
+        self.captures = 1  # how often graphs were made
         self.rows = DecodeRows()
         self.graphs = StepGraphs(self.lm, self.cache, self.backend, self.decoder, rows, longest)
         self._captured = self._around.addresses()
@@ -122,11 +125,20 @@ class FastRunner(ModelRunner):
             told += f", kernels in {kernels}"
         if cost.graphs:
             told += f"; {cost.graphs} graphs, made in {cost.seconds:.1f} s, {cost.bytes / GIB:.2f} GiB"
+        told = f"{told}, but for now the model's own modules: {self.left}" if self.left else told
         return "; not ".join([told, *self.reasons])
+
+    @property
+    def runs_fast(self) -> bool:
+        return self.decoder is self.fast_decoder
+
+    def can_follow(self, captures: int) -> bool:
+        """Whether a step may go on from the tokens of one that was launched when there were so many captures."""
+        return self.runs_fast and self.captures == captures and self.graphs.tables is self.cache.device_tables
 
     def launch(self, plan: Plan) -> PendingTokens | PendingSamples | NothingSampled:
         """Starts a step."""
-        if self.decoder is not self.fast_decoder:
+        if not self.runs_fast:
             return super().launch(plan)
         if self.is_decode(plan):
             return self.launch_decode(plan)
@@ -151,13 +163,11 @@ class FastRunner(ModelRunner):
 
     def is_decode(self, plan: Plan) -> bool:
         """Whether each request of a step computes the one token that it had last: what there are graphs for."""
-        fast = self.decoder is self.fast_decoder and len(plan) <= self.graphs.rows
-        return fast and all(request.num_computed + 1 == request.num_tokens for request in plan)
+        fits = self.runs_fast and len(plan) <= self.graphs.rows
+        return fits and all(request.num_computed + 1 == request.num_tokens for request in plan)
 
     def launch_decode(self, plan: Plan, before: PendingTokens | None = None) -> PendingTokens | PendingSamples:
         """Starts a decode step; before: the one in flight, if it goes ahead."""
-        if self.graphs.tables is not self.cache.device_tables:  # there are more of them now
-            self._capture()
         self._send_tables()
         requests = list(plan)
         self.rows.fill(self.graphs.next_host(), requests, before)
@@ -179,6 +189,8 @@ class FastRunner(ModelRunner):
 
     def _send_tables(self) -> None:
         """Brings the device's block tables up to date."""
+        if self.graphs.tables is not self.cache.device_tables:  # there are more of them now
+            self._capture()
         if self.cache.changes:
             self._to_device()
 
@@ -187,17 +199,26 @@ class FastRunner(ModelRunner):
         if (self._around.addresses(), self._around.calls()) == self._seen:
             return
         self.modules.refresh()
-        plain = self._around.calls() == self._calls
-        self.decoder = self.fast_decoder if plain else self.modules
-        if plain:
-            self.decoder.refresh()
+        self.left = self._why_not_fast()
+        self.decoder = self.modules if self.left else self.fast_decoder
+        self._seen = self._around.addresses(), self._around.calls()
+
+    def _why_not_fast(self) -> str:
+        """Why the fast decoder cannot go on with the model as it is now; else it does, over new graphs if need be."""
+        if self._around.calls() != self._calls:
+            return "a hook, or a forward of its own, which only modules call"
+        try:
+            self.fast_decoder.refresh()
             if self._around.addresses() != self._captured:
                 self._capture()
-        self._seen = self._around.addresses(), self._around.calls()
+        except Exception as error:  # weights that cannot be merged any more, no memory for graphs: slower, not broken
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def _capture(self) -> None:
         self.graphs.capture()
         self._captured = self._around.addresses()
+        self.captures += 1
 
 
 @dataclass
@@ -206,13 +227,16 @@ class Flight:
     pending: PendingTokens
     began: float
     scheduled: float
+    captures: int  # of the runner, when it was launched: its graphs know the tokens, later ones do not
 
 
 class Ahead:
     """The step in flight of an engine."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.flight = engine, None
+        self.engine = weakref.proxy(engine)  # which has this one: else the cache of both would outlive them
+        self.flight: Flight | None = None
+        self.landed = 0.0  # when the device was done with the step before
 
     def begin(self, plan: Plan, began: float) -> bool:
         """Launches a step and leaves it in flight, if the next may be launched before its tokens are known."""
@@ -227,7 +251,7 @@ class Ahead:
         except Exception as error:
             self.engine._fail(plan, error)
             return True
-        self.flight = Flight(plan, pending, began, scheduled)
+        self.flight = Flight(plan, pending, began, scheduled, runner.captures)
         return True
 
     def step(self, began: float) -> bool:
@@ -238,8 +262,8 @@ class Ahead:
         flight, self.flight = self.flight, None
         if flight is None:
             return False
-        engine = self.engine
-        plan = engine.scheduler.schedule_ahead(flight.plan)
+        engine, runner = self.engine, self.engine.runner
+        plan = engine.scheduler.schedule_ahead(flight.plan) if runner.can_follow(flight.captures) else {}
         scheduled, failure, pending = engine.clock(), None, None
         if plan:
             try:
@@ -250,16 +274,22 @@ class Ahead:
         if failure is not None:
             engine._fail(plan, failure)
         elif pending is not None:
-            self.flight = Flight(plan, pending, began, scheduled)
+            self.flight = Flight(plan, pending, began, scheduled, runner.captures)
         return bool(plan)
 
     def _land(self, flight: Flight) -> None:
+        """Reads a step. Rows of requests that ended while it was in flight are none of it, and of no statistics."""
         try:
             samples = flight.pending.result()
         except Exception as error:
             self.engine._fail(flight.plan, error)
-        else:
-            self.engine._take_out(flight.plan, samples, flight.began, flight.scheduled)
+            return
+        scheduled, self.landed = max(flight.scheduled, self.landed), self.engine.clock()
+        going_on = [row for row, request in enumerate(flight.plan) if not request.finished]
+        plan = {request: tokens for request, tokens in flight.plan.items() if not request.finished}
+        if plan:
+            began = scheduled - (flight.scheduled - flight.began)  # the step before was still being computed
+            self.engine._take_out(plan, samples.of_rows(going_on), began, scheduled)
 
     def forget(self) -> None:
         """After a step that was broken off: what is in flight is computed again from the tokens there are."""

@@ -73,11 +73,12 @@ class FusedDecoder:
 
     def refresh(self) -> bool:
         """Follows weights that were moved or replaced; whether any was."""
-        moved = [merged for layer in self.layers for merged in (layer.qkv, layer.gate_up) if not merged.intact()]
+        projections = [merged for layer in self.layers for merged in (layer.qkv, layer.gate_up)]
+        moved = [merged for merged in projections if not merged.intact()]
         for merged in moved:
             merged.merge()
-            if merged.whole is None:
-                raise _refusal(self.lm, "its projections cannot be merged any more")
+        if any(merged.whole is None for merged in projections):
+            raise _refusal(self.lm, "its projections cannot be merged any more")
         for layer in self.layers:
             layer.refresh()
         self.head_weights = product_arguments(self.head)

@@ -13,7 +13,9 @@ largest graph: kernels would write past its end without a word. Nothing waits fo
 from __future__ import annotations
 
 import gc
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +28,7 @@ from ..attention.batch import PackedBatch
 from ..cache.pool import BlockStore
 from ..models.load import LanguageModel
 
+_CAPTURING = threading.Lock()  # one engine after the other
 RING = 3  # host copies of a step's numbers: one may be rewritten when its step has been read, two steps later
 PROMPT_TOKENS = (16, 32, 64, 128, 256, 512)
 PROMPTS = 8  # in one prompt graph
@@ -126,6 +129,7 @@ class StepGraphs:
         self.ring = [torch.zeros(size, dtype=torch.uint8, pin_memory=self.on_gpu) for _ in range(RING)]
         self.host = [RowNumbers.of(flat, rows).numpy() for flat in self.ring]
         self.turn = 0
+        self.sent: list[Any] = [None] * RING  # when the device has read each of them
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # that the last step chose
         self.capture()
 
@@ -134,21 +138,23 @@ class StepGraphs:
     @torch.inference_mode(False)
     def capture(self) -> None:
         """Captures all graphs, the largest first, so that the others live in its memory."""
-        began = time.perf_counter()
-        if self.on_gpu:
+        self.tables, self.logits = self.cache.device_tables, None
+        if not self.on_gpu:
+            self.sizes = decode_buckets(self.rows) if PADS_ON_CPU else list(range(1, self.rows + 1))
+            self.decodes, self.prompts = {size: self._capture_decode(size) for size in self.sizes}, {}
+            return
+        with _CAPTURING, torch.cuda.device(self.lm.device):
+            began = time.perf_counter()
             gc.collect()
-            torch.cuda.synchronize(self.lm.device)
-            free = torch.cuda.mem_get_info(self.lm.device)[0]
-        self.tables = self.cache.device_tables
-        self.logits = None
-        self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
-        self.sizes = decode_buckets(self.rows) if self.on_gpu or PADS_ON_CPU else list(range(1, self.rows + 1))
-        self.decodes = {size: self._capture_decode(size) for size in reversed(self.sizes)}
-        self.prompts = {size: self._capture_prompt(size) for size in reversed(PROMPT_TOKENS)} if self.on_gpu else {}
-        if self.on_gpu:
-            self.cost = CaptureCost(len(self.decodes) + len(self.prompts), time.perf_counter() - began)
-            torch.cuda.synchronize(self.lm.device)
-            self.cost.bytes = max(0, free - torch.cuda.mem_get_info(self.lm.device)[0])
+            torch.cuda.synchronize()
+            free = torch.cuda.mem_get_info()[0]
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            self.sizes = decode_buckets(self.rows)
+            self.decodes = {size: self._capture_decode(size) for size in reversed(self.sizes)}
+            self.prompts = {size: self._capture_prompt(size) for size in reversed(PROMPT_TOKENS)}
+            torch.cuda.synchronize()
+            gone = max(0, free - torch.cuda.mem_get_info()[0])
+            self.cost = CaptureCost(len(self.decodes) + len(self.prompts), time.perf_counter() - began, gone)
 
     def _capture_decode(self, size: int) -> Replay:
         for numbers in self.host:
@@ -157,18 +163,20 @@ class StepGraphs:
         numbers = self.numbers.first(size)
         kv_lens = [self.longest] * size  # a bound, which grids and splits are made for
 
+        this = weakref.proxy(self)  # which has the step: else neither would be gone before a collection
+
         def step() -> None:
-            ids, positions, slots, lengths, tables = self.step_inputs(
-                numbers.source, numbers.token, numbers.position, numbers.table, self.tokens, self.tables,
-                self.cache.block_size, self.cache.spare_row,
+            ids, positions, slots, lengths, tables = this.step_inputs(
+                numbers.source, numbers.token, numbers.position, numbers.table, this.tokens, this.tables,
+                this.cache.block_size, this.cache.spare_row,
             )  # fmt: skip
-            if not self.on_gpu:  # run anew each time, and by kernels that need to be told
+            if not this.on_gpu:  # run anew each time, and by kernels that need to be told
                 kv_lens[:] = lengths.clamp(min=1).tolist()
             batch = PackedBatch(
-                self.cache.pools, self.cache.block_size, self.cache.trash_row, [1] * size, kv_lens, size, slots, tables,
-                lengths, lengths[:1], self.backend,
+                this.cache.pools, this.cache.block_size, this.cache.trash_row, [1] * size, kv_lens, size, slots, tables,
+                lengths, lengths[:1], this.backend,
             )  # fmt: skip
-            self._finish(self.decoder(ids, positions, batch), numbers)
+            this._finish(this.decoder(ids, positions, batch), numbers)
 
         return self._captured(step)
 
@@ -180,13 +188,15 @@ class StepGraphs:
         slots.fill_(self.cache.spare_row)
         sampling = self.numbers.first(PROMPTS)
 
+        this = weakref.proxy(self)  # which has the step: else neither would be gone before a collection
+
         def step() -> None:
             batch = PackedBatch(
-                self.cache.pools, self.cache.block_size, self.cache.trash_row, [size] * PROMPTS,
-                [self.longest] * PROMPTS, 0, slots, self.tables.index_select(0, tables), lengths.int(), starts.int(),
-                self.backend,
+                this.cache.pools, this.cache.block_size, this.cache.trash_row, [size] * PROMPTS,
+                [this.longest] * PROMPTS, 0, slots, this.tables.index_select(0, tables), lengths.int(), starts.int(),
+                this.backend,
             )  # fmt: skip
-            self._finish(self.decoder(ids, positions, batch, rows), sampling)
+            this._finish(this.decoder(ids, positions, batch, rows), sampling)
 
         return PromptStep(self._captured(step), numbers, host)
 
@@ -206,15 +216,12 @@ class StepGraphs:
         if not self.on_gpu:
             return torch.no_grad()(step)
         with torch.no_grad():
-            stream = torch.cuda.Stream(self.lm.device)
-            stream.wait_stream(torch.cuda.current_stream(self.lm.device))
-            with torch.cuda.stream(stream):  # compiles kernels, which a capture cannot
-                step()
-            torch.cuda.current_stream(self.lm.device).wait_stream(stream)
-            torch.cuda.synchronize(self.lm.device)
+            # Compiles kernels, which a capture cannot; on the stream that steps run on, since kernels share tickets.
+            step()
+            torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             # other threads may use the GPU meanwhile
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 step()
         return graph.replay
 
@@ -230,13 +237,21 @@ class StepGraphs:
     def next_host(self) -> RowNumbers:
         """The host copy that the next step is to be written into."""
         self.turn = (self.turn + 1) % RING
+        if self.sent[self.turn] is not None:
+            self.sent[self.turn].synchronize()  # over long ago, unless chunks that sample nothing ran far ahead
         return self.host[self.turn]
+
+    def _send(self) -> None:
+        """What the host says of this step is on its way to the device."""
+        self.flat.copy_(self.ring[self.turn], non_blocking=True)
+        if self.on_gpu:
+            self.sent[self.turn] = torch.cuda.current_stream(self.lm.device).record_event()
 
     def decode(self, count: int) -> torch.Tensor:
         """Runs a step of `count` rows, whose numbers stand in the host copy given last: logits [count, vocab]."""
         size = next(size for size in self.sizes if size >= count)
         self.pad(self.host[self.turn], count, size)
-        self.flat.copy_(self.ring[self.turn], non_blocking=True)
+        self._send()
         self.decodes[size]()
         return self.logits[:count]
 
@@ -260,7 +275,7 @@ class StepGraphs:
         for part, numbers in zip(parts, (ids, positions, slots, rows, lengths, starts, tables), strict=True):
             part[: len(numbers)] = torch.as_tensor(numbers)
         step.numbers.copy_(host, non_blocking=True)
-        self.flat.copy_(self.ring[self.turn], non_blocking=True)
+        self._send()
         step.replay()
         return self.logits[:PROMPTS]
 

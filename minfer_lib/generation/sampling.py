@@ -49,6 +49,11 @@ class Samples:
     logprobs: list[dict[int, float] | None]
     errors: dict[int, Exception] = field(default_factory=dict)
 
+    def of_rows(self, rows: Sequence[int]) -> Samples:
+        """Those of some rows, in this order."""
+        errors = {new: self.errors[row] for new, row in enumerate(rows) if row in self.errors}
+        return Samples([self.token_ids[row] for row in rows], [self.logprobs[row] for row in rows], errors)
+
 
 class Sampler:
     """Draws one token for each row of a batch of logits.

@@ -323,7 +323,7 @@ static void piece(const call *l, input in, int64_t begin, int64_t end) {
    where x is read as it is; codes: for m x aligned(k) bytes, and row_scale for m floats, NULL where x stays. */
 static void multiply(const call *l, const float *inverse, float *rows, uint8_t *codes, float *row_scale) {
     const int64_t m = l->m, k = l->k, width = l->gated ? l->n / 2 : l->n, tiles = (width + COLUMNS - 1) / COLUMNS;
-    const int64_t group = NEAR / (COLUMNS * k * size_of(l->weight_kind)) + 1, pieces = (tiles + group - 1) / group;
+    const int64_t group = NEAR / (COLUMNS * k * size_of(l->weight_kind) + 1) + 1, pieces = (tiles + group - 1) / group;
     const input in = {rows ? rows : l->x, row_scale, codes};
     const int alone = m * k <= SMALL; /* to wait for a second thread would take longer */
     if (alone) for (int64_t r = 0; r < m; r++) prepare(l, r, inverse, rows, codes, row_scale);
@@ -338,6 +338,7 @@ static void multiply(const call *l, const float *inverse, float *rows, uint8_t *
         for (int64_t p = 0; p < pieces; p++) piece(l, in, p * group, p + 1 < pieces ? (p + 1) * group : tiles);
     }
 }
+
 /* Returns 0, or 1 without memory. */
 int product(const call *whole) {
     call l = *whole;
