@@ -110,6 +110,8 @@ def test_goodput_counts_requests_within_both_limits():
     run = metrics.measure(outputs, wall_s=2.0)  # TTFT 100, 900, 100, 100 ms; TPOT 100, 100, 1,000 and none
     assert run.goodput(500, 500) == 1.0 and run.goodput(1000, 500) == 1.5 and run.goodput(50, 500) == 0
     assert run.goodput(1000, 1000) == run.requests_per_s == 2.0
+    failed = dataclasses.replace(run, failed=3)  # none of which was answered, whatever came of it first
+    assert failed.goodput(1000, 1000) == failed.requests_per_s == 0.5
 
 
 # -- machine --------------------------------------------------------------------------------------------------------

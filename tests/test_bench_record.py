@@ -1,11 +1,13 @@
 """Recording: from a clean commit only, by functions that anybody can call again."""
 
+import json
+
 import pytest
 import torch
 
 from minfer_lib.bench import load, machine, record
 from minfer_lib.bench.results import RECORDED, Cells, Result
-from minfer_lib.errors import BadEnvironment
+from minfer_lib.errors import BadEnvironment, InvalidParameter
 
 
 @pytest.fixture()
@@ -76,10 +78,51 @@ def test_what_was_recorded_since_then_has_a_clean_commit():
         (None, None, None),
     ],
 )
-def test_the_commit_travels_with_the_code_where_there_is_no_repository(monkeypatch, variable, version, expected):
+def test_the_commit_travels_with_the_code_where_there_is_no_repository(
+    tmp_path, monkeypatch, variable, version, expected
+):
+    monkeypatch.setattr(machine, "PACKAGE", tmp_path / "minfer_lib")
+    monkeypatch.setattr(machine, "_installed_at", lambda: tmp_path / "minfer_lib")
     monkeypatch.setattr(machine, "_output_of", lambda command: None)
     monkeypatch.setattr(machine, "version", lambda package: version)
     monkeypatch.delenv("MINFER_COMMIT", raising=False)
     if variable:
         monkeypatch.setenv("MINFER_COMMIT", variable)
     assert machine.commit() == expected
+
+
+def test_a_git_that_does_not_answer_leaves_no_commit_and_not_that_of_the_last_install(tmp_path, monkeypatch):
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setattr(machine, "PACKAGE", tmp_path / "minfer_lib")
+    monkeypatch.setattr(machine, "_installed_at", lambda: tmp_path / "minfer_lib")
+    monkeypatch.setattr(machine, "_output_of", lambda command: None)
+    monkeypatch.setattr(machine, "version", lambda package: "0.2.dev3+gfff0000")
+    monkeypatch.delenv("MINFER_COMMIT", raising=False)
+    assert machine.commit() is None
+
+
+def test_a_new_file_is_a_change_too(monkeypatch):
+    said = {"ls-files": "__init__.py", "describe": "abc1234", "status": "?? minfer_lib/new.py"}
+    monkeypatch.setattr(machine, "_output_of", lambda command: said[command[3]])
+    assert machine.commit() == "abc1234-dirty"
+    said["status"] = ""
+    assert machine.commit() == "abc1234"
+
+
+def test_a_short_run_is_not_recorded(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "commit", lambda: "abc1234")
+    monkeypatch.setenv("MINFER_FAST", "1")
+    assert record.main(["cpu_course", "--folder", str(tmp_path)]) == 1
+    assert "MINFER_FAST" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"kind": []}, {"workload": None}, {"provenance": {}}, {"notes": "abc"}, {"rows": [{"engine": "a", "runs": 5}]}],
+)
+def test_a_damaged_file_is_told(tmp_path, part):
+    file = tmp_path / "x.json"
+    good = json.loads((RECORDED / "cpu_course.json").read_text())
+    file.write_text(json.dumps(good | part))
+    with pytest.raises(InvalidParameter, match=r"x\.json"):
+        load(file)

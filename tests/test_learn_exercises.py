@@ -324,3 +324,23 @@ def test_values_are_shown_short():
     assert shown(torch.tensor([1.0, 2.5])) == "[1, 2.5]" and shown((1,)) == "(1,)" and shown(None) == "None"
     assert shown("x" * 500).endswith("…") and len(shown("x" * 500)) == 90
     assert shown(Hostile()) == "something of type Hostile"
+
+
+def test_exit_ends_the_readers_function_and_not_the_chapter(capsys):
+    assert check(lambda x: exit()) is False
+    assert "SystemExit" in capsys.readouterr().out
+
+
+def test_torchs_own_not_implemented_is_no_stub(capsys):
+    def answer(x):
+        raise NotImplementedError("\"softmax\" not implemented for 'Long'")
+
+    assert check(answer) is False
+    out = capsys.readouterr().out
+    assert "not solved yet" not in out and "not implemented for" in out
+
+
+def test_hints_have_whole_numbers(capsys):
+    for hint in (True, 1.0, 3, "1"):
+        DOUBLE(hint=hint)
+        assert "has two hints" in capsys.readouterr().out

@@ -301,12 +301,13 @@ def _row(each: Measured, all_measured: Sequence[Measured], workload: Workload) -
         weights=weights_name(lm),
         weight_bytes=measured_weight_bytes(lm.model),
     )
-    floor = floor_ms(lm, row.concurrency, row.kv_tokens) if row.tpot_ms else None
+    token_bytes = getattr(getattr(each.engine, "cache", None), "bytes_per_token", None)
+    floor = floor_ms(lm, row.concurrency, row.kv_tokens, token_bytes) if row.tpot_ms else None
     return dataclasses.replace(row, floor_ms=floor)
 
 
 def _notes(measured: Sequence[Measured]) -> list[str]:
-    counts = sorted({len(each.runs) for each in measured if not each.once})
+    counts = sorted({len(Row(each.name, tuple(each.runs)).counted) for each in measured if not each.once})
     runs = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else "1"
     notes = [f"medians of {runs} runs" if runs != "1" else "one run each"]
     notes += [f"{each.name}: one run, after a short warm-up" for each in measured if each.once]

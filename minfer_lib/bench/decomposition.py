@@ -130,7 +130,9 @@ def decompose(
     lm = engine.lm
     if lm.device.type not in ("cpu", "cuda"):
         raise InvalidParameter(f"Kernels are timed on CPUs and on CUDA; this model is on {lm.device.type!r}.")
-    params = SamplingParams(max_tokens=1 + WARM_UP + steps + PROFILED + 1, ignore_eos=True)
+    # while the prompts of later requests are computed, earlier ones decode already
+    before = requests * -(-context // getattr(engine, "max_num_batched_tokens", context))
+    params = SamplingParams(max_tokens=before + 1 + WARM_UP + steps + PROFILED + 1, ignore_eos=True)
     room = min(lm.max_model_len, getattr(engine, "max_model_len", None) or lm.max_model_len)
     if context - ahead + params.max_tokens > room:
         raise InvalidParameter(
@@ -146,10 +148,14 @@ def decompose(
             stack.callback(streams[-1].close)
         step = _step_of(engine, streams)
         rows = _rows_of_a_step(engine, step, requests)
+        computed = computed_tokens(engine)
         for _ in range(WARM_UP - 1):
             step()
         wall = tuple(_timed_ms(step, lm.device) for _ in range(steps))
         profiles = [_profiled(step, lm.device) for _ in range(PROFILED)]
+        if computed is not None:
+            all_steps = WARM_UP - 1 + steps + PROFILED
+            _check_rows(engine, (computed_tokens(engine) - computed) / all_steps, requests)
     seen = watch.seen()
     measure_bandwidth(lm.device)  # the best so far counts, and what was measured earlier may have been disturbed
     measure_flops(lm.device, lm.dtype)
@@ -196,12 +202,17 @@ def _rows_of_a_step(engine: Any, step: Callable[[], object], requests: int) -> i
     finally:
         hook.remove()
     rows = sum(seen) if before is None else computed_tokens(engine) - before
-    if before is not None and rows != requests:
-        raise InvalidParameter(
-            f"{requests} requests were to decode at once; {engine.name} computed {rows} tokens in a step. Make it for "
-            "more requests (max_num_seqs, max_num_batched_tokens, num_blocks), or ask for fewer."
-        )
+    if before is not None:
+        _check_rows(engine, rows, requests)
     return rows or requests
+
+
+def _check_rows(engine: Any, rows: float, requests: int) -> None:
+    if rows != requests:
+        raise InvalidParameter(
+            f"{requests} requests were to decode at once; {engine.name} computed {rows:g} tokens in a step. Make it "
+            "for more requests (max_num_seqs, max_num_batched_tokens, num_blocks), or ask for fewer."
+        )
 
 
 def _timed_ms(step: Callable[[], object], device: torch.device) -> float:

@@ -95,9 +95,13 @@ def commit() -> str | None:
     git = ["git", "-C", str(PACKAGE)]
     # A copy installed inside somebody else's checkout is not theirs: only a tracked package has a commit.
     if _output_of([*git, "ls-files", "--error-unmatch", "__init__.py"]) is not None:
-        return _output_of([*git, "describe", "--always", "--dirty", "--exclude", "*"])
+        found = _output_of([*git, "describe", "--always", "--dirty", "--exclude", "*"])
+        new = found and not found.endswith("-dirty") and _output_of([*git, "status", "--porcelain", "."])
+        return f"{found}-dirty" if new else found
     if told := os.environ.get("MINFER_COMMIT"):
         return told
+    if (PACKAGE.parent / ".git").exists():  # a repository, and no git that answers
+        return None
     if _installed_at() != PACKAGE:  # a copied folder beside another that is installed
         return None
     built = re.search(r"\+g([0-9a-f]+)(\.d\d+)?$", version("minfer") or "")

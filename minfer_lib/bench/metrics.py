@@ -110,7 +110,7 @@ class Run:
             first is not None and first <= ttft_ms and (later is None or later <= tpot_ms)
             for first, later in zip(self.ttft, self.tpot, strict=True)
         )
-        return good / self.wall_s if self.wall_s > 0 else 0.0
+        return min(good, self.requests - self.failed) / self.wall_s if self.wall_s > 0 else 0.0
 
 
 def measure(

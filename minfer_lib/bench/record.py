@@ -1,7 +1,8 @@
 """How the recorded runs were made: `python -m minfer_lib.bench.record NAME...` makes them again, on your machine.
 
-Invariant: a recorded run comes from a function in this file and from a clean commit, so that it can be tied to the code
-that made it and made again. A tree with changes is refused. Runs named cpu_... belong on a CPU, h200_... on a GPU.
+Invariant: what this file records comes from a function in it and from a clean commit, so that it can be tied to the
+code that made it and made again; older files beside it go as their chapters are recorded anew. A tree with changes is
+refused. Runs named cpu_... belong on a CPU, h200_... on a GPU.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +29,7 @@ from .decomposition import decompose
 from .peers.llama_cpp import LlamaCpp
 from .results import RECORDED, Result
 from .rungs import ladder
+from .settings import fast_mode
 from .sweeps import frontier, latency_curve
 from .workloads import fixed_lengths, mixed_lengths, nano_vllm
 
@@ -188,14 +191,18 @@ def record(name: str, folder: Path = RECORDED) -> Path:
             f"{name} was to be recorded from {commit or 'no commit'}, which does not tell what code was run. "
             "Commit first, so that the figures can be tied to the code that made them."
         )
+    if fast_mode():
+        raise BadEnvironment(f"{name} was to be recorded with MINFER_FAST, which shortens it. Unset it.")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise BadEnvironment(f"{name} was to be kept in {str(folder)!r}, which may not be written to.")
     if name.startswith("h200") and not torch.cuda.is_available():
         raise BadEnvironment(f"{name} needs an NVIDIA GPU, and there is none.")
     result = RECIPES[name]()
     if machine.commit() != commit:
         raise BadEnvironment(f"The code changed while {name} was measured. Record it again.")
-    path = result.save(folder / f"{name}.json")
     print(result)
-    return path
+    return result.save(folder / f"{name}.json")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -208,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in args.names:
         try:
             record(name, args.folder)
-        except MinferError as error:
+        except (MinferError, OSError) as error:
             print(error, file=sys.stderr)
             return 1
     return 0

@@ -292,11 +292,11 @@ def load(path: str | os.PathLike[str]) -> Result:
     path = Path(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidParameter(
             f"Results were to be read from {path.name!r}, which is not there or is no JSON: {error}."
         ) from error
-    if not isinstance(data, dict) or data.get("kind") not in ROWS:
+    if not isinstance(data, dict) or not isinstance(data.get("kind"), str) or data["kind"] not in ROWS:
         raise InvalidParameter(f"{path.name}: benchmark results were expected, and this JSON is something else.")
     if data.get("minfer") != SCHEMA:
         raise InvalidParameter(
@@ -305,8 +305,12 @@ def load(path: str | os.PathLike[str]) -> Result:
         )
     try:
         rows = [_made(ROWS[data["kind"]], row) for row in data["rows"]]
-        return Result(data["kind"], rows, data["workload"], data["provenance"], tuple(data["notes"]), recorded=True)
-    except (KeyError, TypeError, AttributeError) as error:
+        found = Result(data["kind"], rows, data["workload"], data["provenance"], tuple(data["notes"]), recorded=True)
+        if not isinstance(data["notes"], list) or not all(isinstance(note, str) for note in found.notes):
+            raise TypeError("notes are texts in a list")
+        str(found)  # what cannot be written out is bad in some other part
+        return found
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise InvalidParameter(f"{path.name}: benchmark results were expected, but a part is bad: {error}.") from error
 
 

@@ -90,9 +90,12 @@ def decode_step_flops(lm: LanguageModel, requests: float = 1, kv_tokens: float =
     return requests * (2 * (new_tokens * (matrices - head) + head) + attention)
 
 
-def floor_ms(lm: LanguageModel, requests: float = 1, kv_tokens: float = 0) -> float:
-    """Milliseconds that a decode step takes at the least: its bytes / the measured read bandwidth."""
-    return 1e3 * decode_step_bytes(lm, requests, kv_tokens) / read_bandwidth(lm.device)
+def floor_ms(lm: LanguageModel, requests: float = 1, kv_tokens: float = 0, token_bytes: float | None = None) -> float:
+    """Milliseconds that a decode step takes at the least: its bytes / the measured read bandwidth.
+
+    token_bytes: of the cache, a token; None takes keys and values in the model's dtype.
+    """
+    return 1e3 * decode_step_bytes(lm, requests, kv_tokens, token_bytes) / read_bandwidth(lm.device)
 
 
 def points(result: Result, *models: LanguageModel) -> dict[str, tuple[float, float]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BadEnvironment, InvalidParameter, UnsupportedModel, one_of
+from ..errors import BadEnvironment, InvalidParameter, UnsupportedModel, integer, must_be, one_of
 
 if TYPE_CHECKING:
     from ..models.load import LanguageModel
@@ -166,6 +166,14 @@ def ladder(
 
     checked_repeats(repeats)  # before engines are made in vain
     wanted = [find(each) if isinstance(each, str) else each for each in engines or ()]
+    labels_there = {rung.label for rung in RUNGS} | {each[0] for each in wanted if isinstance(each, tuple)}
+    labels_there |= {getattr(each, "name", "") for each in wanted}
+    if isinstance(once, str) or not set(once) <= labels_there:
+        raise must_be("once", f"names of rows, of {one_of(sorted(labels_there - {''}))}", once)
+    if max_running is not None:
+        max_running = integer("max_running", max_running, at_least=1)
+    if max_model_len is not None:
+        max_model_len = integer("max_model_len", max_model_len, at_least=1)
     lm = lm or load_model()
     wanted = wanted or [rung for rung in RUNGS if rung.in_ladder and rung.device in ("", lm.device.type)]
     is_course = workload is None

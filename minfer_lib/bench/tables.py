@@ -75,7 +75,7 @@ LADDER = [
     Column("weights", _figure("weights"), TEXT),
     Column("tokens/s", _figure("tokens_per_s"), number, "output tokens of all requests / wall time, median"),
     Column("low to high", _spread("tokens_per_s"), low_to_high, "the slowest and the fastest run"),
-    Column("runs", lambda row: len(row.runs) or None, lambda runs: number(runs, 0), wide=True),
+    Column("runs", lambda row: len(row.counted) or None, lambda runs: number(runs, 0), wide=True),
     Column("ratio", lambda row: None, TEXT, "tokens/s over those of the first row"),
     Column("steps", _figure("steps"), lambda v: number(v, 0), "calls of the model"),
     Column("tokens a step", _figure("tokens_per_step"), number, "output tokens / steps"),

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidParameter, must_be
+from ..errors import InvalidParameter, integer, must_be
 from ..generation.params import SamplingParams
 from .settings import fast_mode, shorten
 
@@ -183,6 +183,7 @@ def prompts_of(lm: LanguageModel, lengths: Sequence[int], seed: int = 0) -> list
     A model whose tokenizer puts a BOS in front gets it in front of every prompt, within the length. Random ids leave
     out the EOS ids; `seed` is theirs.
     """
+    lengths = [integer("lengths", length, at_least=1) for length in lengths]
     if lm.tokenizer is None:
         rng = random.Random(seed)
         allowed = [token for token in range(lm.vocab_size) if token not in lm.eos_ids]

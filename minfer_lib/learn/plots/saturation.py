@@ -62,7 +62,12 @@ def saturation(result: Any, *, title: str | None = None) -> Picture:
     handles, _ = left.get_legend_handles_labels()
     handles += [Line2D([], [], **RING, label="knee")] * any(rate is not None for rate in knees.values())
     figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)))
-    caption = f"No engine is saturated at {result.xs[-1]:g} requests/s"
+    offered = max((rate for rate in result.xs if np.isfinite(rate)), default=np.inf)
+    caption = f"No engine is saturated at {offered:g} requests/s"
+    reached = {name: max(row.requests_per_s for row in rows) for name, rows in curves.items()}
+    slowest = min(reached, key=reached.__getitem__)
+    if reached[slowest] < 0.9 * offered:
+        caption = f"{slowest} answers at most {told(reached[slowest])} of {offered:g} requests/s"
     if any(rate is not None for rate in knees.values()):
         best = max(curves, key=lambda name: max(row.requests_per_s for row in curves[name]))
         most = max(row.requests_per_s for row in curves[best])
