@@ -10,6 +10,11 @@ from minfer_lib.bench.results import RECORDED, Cells, Result
 from minfer_lib.errors import BadEnvironment, InvalidParameter
 
 
+@pytest.fixture(autouse=True)
+def in_full_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MINFER_FAST", raising=False)  # which CI sets, and no record may be made with
+
+
 @pytest.fixture()
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A run of the name "cpu_made" that takes no time, and what was made of it so far."""
